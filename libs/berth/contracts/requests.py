@@ -1,0 +1,136 @@
+"""Questions answered at once over the bus (core NATS request and reply), and their answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from berth.contracts.base import Instant, Token, Wire
+from berth.contracts.reasons import Reason
+
+
+class ExplainJob(Wire):
+    """To placement (`explain`): why does this job wait, with current numbers and its place in the queue?"""
+
+    job_id: Token
+
+
+class JobExplained(Wire):
+    """Answer to `ExplainJob`. `place`: jobs that are served before it, plus one; None where it does not wait."""
+
+    job_id: Token
+    is_known: bool
+    state: str = ""
+    reasons: tuple[Reason, ...] = ()
+    place: int | None = None
+    waiting: int = 0
+    policy_version: int = 0
+    state_version: int = 0
+    as_of: Instant | None = None
+
+
+class QuotaQuestion(Wire):
+    """To placement (`quota`): who holds what? None: every tenant."""
+
+    tenant: str | None = None
+
+
+class QuotaLine(Wire):
+    """A tenant's standing on one card type, in GPUs; `quota` None: no limit."""
+
+    tenant: str
+    card_type: str
+    quota: float | None
+    used: float
+    borrowed: float = 0
+    can_borrow: float | None = None
+    waiting: float = 0
+
+
+class QuotaAnswer(Wire):
+    """Answer to `QuotaQuestion`."""
+
+    lines: tuple[QuotaLine, ...] = ()
+    policy_version: int = 0
+    as_of: Instant | None = None
+
+
+class LedgerQuestion(Wire):
+    """To placement (`ledger`): which GPUs are held, by whom?"""
+
+    node: str | None = None
+
+
+class Holding(Wire):
+    """One card (or part of it) in somebody's hands."""
+
+    node: Token
+    gpu: str
+    job_id: Token
+    attempt: int
+    fence: int
+    worker: int
+    tenant: str = ""
+    gpu_milli: int = 1000
+
+
+class LedgerAnswer(Wire):
+    """Answer to `LedgerQuestion`."""
+
+    holdings: tuple[Holding, ...] = ()
+    state_version: int = 0
+
+
+class PolicyCheckQuestion(Wire):
+    """To admission (`check_policy`): is this document right, and what would it change?"""
+
+    document: dict[str, Any]
+
+
+class PolicyCheckAnswer(Wire):
+    """Answer to `PolicyCheckQuestion`. problems: path, fault, remedy. warnings: the same shape, do not refuse."""
+
+    is_valid: bool
+    problems: tuple[dict[str, str], ...] = ()
+    warnings: tuple[dict[str, str], ...] = ()
+
+
+class LogQuestion(Wire):
+    """To an agent (`logs`): bytes of a worker's output from `offset` (negative: that many from the end)."""
+
+    job_id: Token
+    attempt: int
+    worker: int = 0
+    offset: int = 0
+    max_bytes: int = 262144
+
+
+class LogAnswer(Wire):
+    """Answer to `LogQuestion`; `text` is decoded with replacement. `is_over`: the worker has ended and all was read."""
+
+    is_known: bool
+    text: str = ""
+    next_offset: int = 0
+    is_over: bool = False
+
+
+class SecretsQuestion(Wire):
+    """To the gateway (`secrets`), by an agent that launches a job: values of its secret environment."""
+
+    job_id: Token
+    node: Token
+    names: tuple[str, ...]
+
+
+class SecretsAnswer(Wire):
+    """Answer to `SecretsQuestion`; never logged."""
+
+    is_known: bool
+    values: dict[str, str] = Field(default_factory=dict, repr=False)
+
+
+class NodesQuestion(Wire):
+    """To inventory (`nodes`): latest state and readings."""
+
+    node: str | None = None
