@@ -60,7 +60,7 @@ class Settled:
 
 @dataclass(slots=True)
 class Outbox:
-    """Collects emissions of one batch and numbers them per entity; a core owns one and keeps its counters in records."""
+    """Collects one batch's emissions and numbers them per entity; a core owns one and keeps its counters in records."""
 
     counters: dict[str, int] = field(default_factory=dict)
     emissions: list[Emission] = field(default_factory=list)
