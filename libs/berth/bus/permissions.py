@@ -127,7 +127,7 @@ def accounts_config(public_keys: Mapping[str, str], subscribers: Iterable[str] =
         *((f"$JS.API.CONSUMER.MSG.NEXT.{COMMANDS}.>", "stream"),),
         *((f"$JS.API.CONSUMER.{verb}.{COMMANDS}.>", "singleton") for verb in ("INFO", "RESET")),
         *((subject, "singleton") for subject in _ack_subjects(COMMANDS)),
-        *((subject, "singleton") for subject in (*AGENT_REPORTS, *AGENT_REQUESTS)),
+        *((subject, "singleton") for subject in (*AGENT_REPORTS, *AGENT_REQUESTS, *AGENT_TELEMETRY)),
     ]
     berth = {
         "jetstream": "enabled",
@@ -140,14 +140,12 @@ def accounts_config(public_keys: Mapping[str, str], subscribers: Iterable[str] =
             {"stream": f"{PUBLIC_PREFIX}.>", "accounts": ["PUB"]},
         ],
         "imports": [
-            *({"stream": {"account": "NODES", "subject": subject}} for subject in AGENT_TELEMETRY),
             *({"service": {"account": "NODES", "subject": subject}} for subject in AGENT_SERVES),
         ],
     }
     nodes = {
         "users": [user(FLEET, agent_permissions())],
         "exports": [
-            *({"stream": subject, "accounts": ["BERTH"]} for subject in AGENT_TELEMETRY),
             *({"service": subject, "accounts": ["BERTH"]} for subject in AGENT_SERVES),
         ],
         "imports": [{"service": {"account": "BERTH", "subject": subject}} for subject, _ in offered],

@@ -208,6 +208,10 @@ class Puller:
         self._top_up()
         return taken
 
+    def wake(self) -> None:
+        """Make a waiting `next` return now, with what is there."""
+        self._inbox.wake()
+
     def ack(self, messages: Sequence[Message]) -> None:
         """Acknowledge, without waiting for the server. Lost acknowledgements are no harm: the message comes again."""
         if not messages:
