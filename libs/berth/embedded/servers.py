@@ -74,7 +74,7 @@ async def _start_nats(server: NatsServer, settings: PlatformSettings) -> None:
     from berth.bus.permissions import PROVISIONER
     from berth.bus.provision import berth_topology, ensure_node_consumers, provision
     from berth.embedded.fleet import node_names
-    from berth.runtime.consumers import consumer_filters
+    from berth.contracts.consumers import consumer_filters
 
     await server.start(detached=True)
     async with Connection(server.settings(PROVISIONER)) as bus:

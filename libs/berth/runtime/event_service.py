@@ -46,6 +46,7 @@ from berth.store.errors import Deposed
 from berth.store.errors import TransientError as StoreTransientError
 from berth.store.leader import Leadership
 from berth.store.outbox import OutboxRow
+from berth.store.parked import Parked, take_replays
 from berth.telemetry.logs import get_logger
 from berth.telemetry.metrics import PipelineMetrics
 from berth.telemetry.tracing import batch_span
@@ -159,7 +160,7 @@ class EventService(Generic[H]):
         make_handler: Callable[[], H],
         database: Database,
         connection: Connection,
-        leadership: Leadership,
+        make_leadership: Callable[[], Leadership],
         metrics: PipelineMetrics,
         on_leading: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
@@ -170,7 +171,8 @@ class EventService(Generic[H]):
         self._database = database
         self._bus = connection
         self._publisher = Publisher(connection)
-        self._leadership = leadership
+        self._make_leadership = make_leadership
+        self._lost = asyncio.Event()
         self._metrics = metrics
         self._on_leading = on_leading
         self._clock = clock
@@ -223,8 +225,9 @@ class EventService(Generic[H]):
     async def run(self) -> None:
         """Stand by, lead, and stand by again when deposed."""
         while True:
-            epoch = await self._leadership.acquire()
-            self._epoch = epoch
+            leadership = self._make_leadership()
+            self._epoch = epoch = await leadership.acquired()
+            self._lost = leadership.lost
             self._metrics.lease_epoch.set(epoch)
             self._log.info("leading", epoch=epoch)
             try:
@@ -236,7 +239,7 @@ class EventService(Generic[H]):
                 self._metrics.lease_epoch.set(0)
                 self._on_leading(False)
                 self._fail_calls()
-                await self._leadership.release()
+                await leadership.release()
 
     async def _lead(self) -> None:
         handler = await self._loaded()
@@ -247,7 +250,7 @@ class EventService(Generic[H]):
             stack.push_async_callback(puller.close)
             self._puller = puller
             stack.callback(self._forget_puller)
-            lost = asyncio.ensure_future(self._leadership.lost.wait())
+            lost = asyncio.ensure_future(self._lost.wait())
             lost.add_done_callback(lambda _: puller.wake())
             stack.callback(lost.cancel)
             self._handler = handler
@@ -258,7 +261,7 @@ class EventService(Generic[H]):
             self._on_leading(True)
             while True:
                 messages = await puller.next(self._patience())
-                if self._leadership.lost.is_set():
+                if self._lost.is_set():
                     raise Deposed(self._service, self._epoch)
                 async with self._lock:
                     await self._work(puller, messages)
@@ -286,7 +289,7 @@ class EventService(Generic[H]):
                 return handler
             except StoreTransientError as error:
                 self._log.warning("waiting for the database", reason=str(error))
-            if self._leadership.lost.is_set():
+            if self._lost.is_set():
                 raise Deposed(self._service, self._epoch)
             await asyncio.sleep(delay)
             delay = min(delay * 2, LAST_RETRY_SECONDS)
@@ -322,6 +325,7 @@ class EventService(Generic[H]):
                 await self._once(messages, calls, parking="")
                 return
             except StoreTransientError as error:
+                self._database.parked_changed.set()
                 self._metrics.commit_failures.labels("transient").inc()
                 self._log.warning("batch will be tried again", reason=str(error), messages=len(messages))
                 await asyncio.sleep(delay)
@@ -329,6 +333,7 @@ class EventService(Generic[H]):
             except Deposed:
                 raise
             except Exception as error:
+                self._database.parked_changed.set()
                 self._metrics.commit_failures.labels("defect").inc()
                 self._log.exception("batch failed", messages=len(messages))
                 if not messages:
@@ -380,11 +385,12 @@ class EventService(Generic[H]):
         started = perf_counter()
         async with self._database.batch() as tx:
             tx.check_epoch(self._service, self._epoch)
-            replays = await tx.take_replays() if self._database.parked_changed.is_set() else []
+            replays = await self._replays(tx)
             fresh = await tx.new_ids([item.event_id for item in taken]) if taken else set()
             causes: dict[str, tuple[str | None, str | None]] = {}
             for replay in replays:
-                self._apply(handler, tx, _Taken(_replayed(replay), replay.event_id, replay.entity), now, causes, "")
+                known = replay.message
+                self._apply(handler, tx, _Taken(_replayed(replay), known.event_id, known.entity), now, causes, "")
             for item in taken:
                 if item.event_id in fresh:
                     fresh.discard(item.event_id)
@@ -456,6 +462,19 @@ class EventService(Generic[H]):
             )
         )
 
+    async def _replays(self, tx: BatchTransaction) -> list[Parked]:
+        """Parked messages an operator wants tried again. Looked for only when somebody has said that there are some."""
+        changed = self._database.parked_changed
+        if not changed.is_set():
+            return []
+        try:
+            replays = await take_replays(tx)
+        except BaseException:
+            changed.set()
+            raise
+        changed.clear()
+        return replays
+
     async def _settle(self, handler: H, now: datetime, messages: int) -> Outcome:
         started = perf_counter()
         if handler.is_heavy and messages >= OFF_LOOP_FROM:
@@ -500,7 +519,7 @@ class EventService(Generic[H]):
             items = left
             if items:
                 self._log.warning("publishing again", left=len(items))
-                if self._leadership.lost.is_set():
+                if self._lost.is_set():
                     raise Deposed(self._service, self._epoch)
 
     def _fail_calls(self) -> None:
@@ -516,6 +535,6 @@ def _taken(message: Message) -> _Taken:
     return _Taken(message, message.header(HEADER_ID) or f"{message.subject}@{message.stream_seq}", entity)
 
 
-def _replayed(replay: Any) -> Message:
+def _replayed(replay: Parked) -> Message:
     """A parked message as the handler sees it; the negative sequence says that it does not wait behind itself."""
-    return Message(replay.subject, replay.body, -1, 0, 1, replay.headers, b"")
+    return Message(replay.message.subject, replay.payload, -1, 0, 1, replay.message.headers, b"")
