@@ -297,9 +297,7 @@ class Connection:
         )
         refused = asyncio.ensure_future(self._refused.wait())
         try:
-            await asyncio.wait(
-                (connecting, refused), timeout=s.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((connecting, refused), timeout=s.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
                 raise self._cannot_connect()
             connecting.result()
@@ -403,6 +401,16 @@ class Connection:
     ) -> None:
         """Send outside any stream: at most once, no acknowledgement."""
         await self.write(self._encode(subject, (reply or "").encode(), data, headers))
+
+    def answer_nowait(self, reply: bytes, data: bytes) -> None:
+        """Answer from inside a raw sink, without a task; subjects that are no reply inbox are ignored.
+
+        Raises:
+            Disconnected: nothing was taken.
+        """
+        inbox = reply.decode()
+        if inbox.startswith(_REPLY_PREFIXES):
+            self.write_nowait(self._encode(inbox, b"", data, None))
 
     async def request(
         self, subject: str, data: bytes = b"", timeout: float = 2.0, headers: Mapping[str, str] | None = None
