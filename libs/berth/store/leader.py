@@ -43,7 +43,7 @@ class Leadership:
     """The attempt to lead, and while it succeeds the proof of it. Can be repeated after each release or loss.
 
     async with Leadership(settings, "placement") as leadership:
-        epoch = await leadership.acquire()       # waits as a standby
+        epoch = await leadership.acquired()     # waits as a standby
         ...                                      # work until leadership.lost is set
     """
 
@@ -64,7 +64,7 @@ class Leadership:
         """Whether this process leads, as far as it can know; only `check_epoch` in a transaction is certain."""
         return self.epoch > 0 and not self.lost.is_set()
 
-    async def acquire(self) -> int:
+    async def acquired(self) -> int:
         """Wait until this process leads, also through outages of the database; returns the epoch to write with."""
         if self.is_leader:
             return self.epoch

@@ -21,6 +21,7 @@ import asyncpg
 from berth.store.errors import NoSuchParked, OutOfOrder
 
 if TYPE_CHECKING:
+    from berth.store.batch import BatchTransaction
     from berth.store.database import Database
 
 PARKED_CHANNEL = "berth_parked"
@@ -51,19 +52,20 @@ class ParkedMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Parked(ParkedMessage):
+class Parked:
     """A parked message as it is stored. `mended`: the payload to replay instead of the original one."""
 
     id: int
+    message: ParkedMessage
     parked_at: datetime
     status: ParkedStatus
     note: str
     mended: bytes | None
 
     @property
-    def body(self) -> bytes:
+    def payload(self) -> bytes:
         """What a replay applies."""
-        return self.payload if self.mended is None else self.mended
+        return self.message.payload if self.mended is None else self.mended
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,11 @@ async def drop_parked(database: Database, parked_id: int, *, note: str = "") -> 
         await _tell(connection, schema)
 
 
+async def take_replays(tx: BatchTransaction) -> list[Parked]:
+    """As `BatchTransaction.take_replays`."""
+    return await tx.take_replays()
+
+
 async def open_entities(connection: asyncpg.Connection[asyncpg.Record], schema: str) -> dict[str, bool]:
     """Entities with parked messages; whether their replay has been asked for."""
     rows = await connection.fetch(
@@ -193,21 +200,8 @@ async def _tell(connection: asyncpg.Connection[asyncpg.Record], schema: str) -> 
 
 
 _OPEN = "status IN ('parked', 'replay_requested')"  # as in the index `parked_open`
-_COLUMNS = "entity, event_id, subject, headers, payload, stream_seq, reason, id, parked_at, status, note, mended"
+_COLUMNS = "id, entity, event_id, subject, headers, payload, stream_seq, reason, parked_at, status, note, mended"
 
 
 def _parked(row: asyncpg.Record) -> Parked:
-    return Parked(
-        entity=row[0],
-        event_id=row[1],
-        subject=row[2],
-        headers=row[3],
-        payload=row[4],
-        stream_seq=row[5],
-        reason=row[6],
-        id=row[7],
-        parked_at=row[8],
-        status=ParkedStatus(row[9]),
-        note=row[10],
-        mended=row[11],
-    )
+    return Parked(row[0], ParkedMessage(*row[1:8]), row[8], ParkedStatus(row[9]), row[10], row[11])
