@@ -33,25 +33,14 @@ from asyncpg.transaction import Transaction
 from berth.store.common_v1 import COMMIT_PARAMETERS
 from berth.store.database import store_errors
 from berth.store.outbox import OutboxRow
+from berth.store.parked import Parked, ParkedMessage, open_entities, take
 
 if TYPE_CHECKING:
     from berth.store.database import Database
 
+__all__ = ["BatchTransaction", "CommitEntry", "OutboxRow", "Parked", "ParkedMessage"]
+
 PARAMETER_ORDER = tuple(name for name, _ in COMMIT_PARAMETERS)
-_EXPECTED = frozenset(PARAMETER_ORDER)
-
-
-@dataclass(frozen=True, slots=True)
-class ParkedMessage:
-    """A message that cannot have its effect now. `entity` is what waits behind it; `headers` is opaque here."""
-
-    entity: str
-    event_id: str
-    subject: str
-    headers: bytes
-    payload: bytes
-    stream_seq: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +73,10 @@ class BatchTransaction:
         self._outbox: list[OutboxRow] = []
         self._positions: dict[tuple[str, str], int] = {}
         self._parked: list[ParkedMessage] = []
+        self._parked_now: set[str] = set()
+        self._still_parked: frozenset[str] | None = None
+        self._replays_left = False
+        self._more_replays = False
         self._entry: CommitEntry | None = None
         self._is_abandoned = False
         self.stored_outbox: list[OutboxRow] = []
@@ -107,9 +100,30 @@ class BatchTransaction:
         self._seen |= asked
         return asked
 
+    async def take_replays(self) -> list[Parked]:
+        """The parked messages whose replay was asked for, in order; replayed when this batch commits.
+
+        Call it when `Database.parked_changed` is set; a batch that fails sets it again. Apply what it returns before
+        the messages that arrive and without asking `new_ids`, which knows their ids; like for those,
+        `is_entity_parked` tells whether an earlier one of the entity was parked again in this very batch.
+        """
+        self._database.parked_changed.clear()
+        self._replays_left = True  # until the commit says otherwise
+        with store_errors():
+            entities = await open_entities(self._open(), self._schema)
+            if not any(entities.values()):
+                self._still_parked = frozenset(entities)
+                return []
+            replays = await take(await self.con(), self._schema, entities)
+        self._still_parked = replays.still_parked
+        self._more_replays = replays.more
+        return list(replays.messages)
+
     def is_entity_parked(self, entity: str) -> bool:
         """Whether messages of `entity` must be parked behind earlier ones. From memory."""
-        return entity in self._database.parked_entities or any(message.entity == entity for message in self._parked)
+        if entity in self._parked_now:
+            return True
+        return entity in (self._database.parked_entities if self._still_parked is None else self._still_parked)
 
     # --- collecting -------------------------------------------------------------------------------------------------
 
@@ -142,6 +156,7 @@ class BatchTransaction:
     def park(self, message: ParkedMessage) -> None:
         """Keep a message for an operator. Later ones of its entity must be parked too: `is_entity_parked`."""
         self._parked.append(replace(message, reason=message.reason.replace("\x00", "")))
+        self._parked_now.add(message.entity)
 
     def log_commit(self, entry: CommitEntry) -> None:
         """Describe this batch in the commit log."""
@@ -186,6 +201,8 @@ class BatchTransaction:
                 await self._undo()
         finally:
             self._connection = None
+            if self._replays_left:
+                self._database.parked_changed.set()
             self._lock.release()
 
     async def _commit(self) -> None:
@@ -207,7 +224,10 @@ class BatchTransaction:
         if ids:
             self.stored_outbox = [replace(row, id=row_id) for row, row_id in zip(self._outbox, ids, strict=True)]
             self._database.outbox.stored(ids)
-        self._database.parked_entities.update(message.entity for message in self._parked)
+        if self._still_parked is not None:
+            self._database.parked_entities = set(self._still_parked)
+        self._database.parked_entities |= self._parked_now
+        self._replays_left = self._more_replays
 
     async def _write(
         self, connection: asyncpg.Connection[asyncpg.Record], arguments: Mapping[str, object]

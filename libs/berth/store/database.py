@@ -19,6 +19,7 @@ import asyncpg
 
 from berth.store.common_v1 import COMMIT_PARAMETERS
 from berth.store.outbox import OutboxBacklog, OutboxRow, unpublished_rows
+from berth.store.parked import PARKED_CHANNEL, open_entities
 from berth.store.retry import as_store_error
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from berth.store.batch import BatchTransaction
 
-PARKED_CHANNEL = "berth_parked"
 READ_POOL_SIZE = 4
 SCHEMA_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
 
@@ -243,11 +243,7 @@ class Database:
             await self._load_parked_entities(connection)
 
     async def _load_parked_entities(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
-        rows = await connection.fetch(
-            f"SELECT DISTINCT entity FROM {self.settings.schema}.parked WHERE status IN ('parked', 'replay_requested')"
-        )
-        self.parked_entities.clear()
-        self.parked_entities.update(row[0] for row in rows)
+        self.parked_entities = set(await open_entities(connection, self.settings.schema))
 
     def _on_parked_changed(self, _connection: object, _pid: int, _channel: str, schema: object) -> None:
         if schema == self.settings.schema:
