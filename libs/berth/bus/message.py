@@ -68,6 +68,4 @@ def read_message(subject: bytes, ack_subject: bytes, data: bytes, raw_headers: b
         delivered, stream_seq, consumer_seq = tokens[6:9]
     else:
         raise ValueError(f"{ack_subject!r} acknowledges nothing")
-    return Message(
-        subject.decode(), data, int(stream_seq), int(consumer_seq), int(delivered), raw_headers, ack_subject
-    )
+    return Message(subject.decode(), data, int(stream_seq), int(consumer_seq), int(delivered), raw_headers, ack_subject)

@@ -183,7 +183,9 @@ class MultiPuller:
         if not self._is_open or self._is_paused or not self._bus.is_connected:
             return
         now = asyncio.get_running_loop().time()
-        blob = [self._request(lane, now) for lane in self._by_token.values() if not lane.is_open and lane.retry_at <= now]
+        blob = [
+            self._request(lane, now) for lane in self._by_token.values() if not lane.is_open and lane.retry_at <= now
+        ]
         if blob:
             self._bus.write_nowait(b"".join(blob))
 

@@ -77,9 +77,10 @@ def agent_permissions(user: str = FLEET, pool: str = "*", node: str | None = Non
     """Permissions of the agents' common user, or of one node's own."""
     consumer = ">" if node is None else f"{pool}={node}"
     tail = "" if node is None else ".>"
-    publish = [
-        f"$JS.API.CONSUMER.{verb}.{COMMANDS}.{consumer}" for verb in ("MSG.NEXT", "INFO", "RESET")
-    ] + [f"$JS.ACK.{COMMANDS}.{consumer}{tail}", f"$JS.ACK.*.*.{COMMANDS}.{consumer}{tail}"]
+    publish = [f"$JS.API.CONSUMER.{verb}.{COMMANDS}.{consumer}" for verb in ("MSG.NEXT", "INFO", "RESET")] + [
+        f"$JS.ACK.{COMMANDS}.{consumer}{tail}",
+        f"$JS.ACK.*.*.{COMMANDS}.{consumer}{tail}",
+    ]
     publish += [*AGENT_REPORTS, *AGENT_REQUESTS]
     publish += AGENT_TELEMETRY if node is None else [f"berth.tel.{pool}.{node}"]
     serves = AGENT_SERVES if node is None else [f"berth.req.{pool}.node.{node}.>"]

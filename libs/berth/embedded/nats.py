@@ -254,7 +254,9 @@ class NatsServer:
                         return
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            raise NatsServerError(f"nats-server not ready in {_START_TIMEOUT_S} s, see {self.directory}/nats.log") from None
+            raise NatsServerError(
+                f"nats-server not ready in {_START_TIMEOUT_S} s, see {self.directory}/nats.log"
+            ) from None
 
     # -- files
 
