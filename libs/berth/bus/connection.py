@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 ERROR_HEADER = "Berth-Error"
 _REPLY_PREFIXES = ("_INBOX", "_R_.")
 _KEPT_ERRORS = 100
+_LOGGED_REFUSALS = 10
 
 Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
 """Gets subject, reply, data and raw headers of each message, inside the read loop: it must be quick and not raise."""
@@ -137,7 +138,7 @@ class _Client(Client):  # type: ignore[misc]  # nats-py is untyped here
     async def _attempt_reconnect(self) -> None:
         # Bytes of the old connection must not reach the new one: pulls would be doubled and a publish nobody waits for
         # would still be stored. A frozen peer would also keep nats-py waiting for its buffer to drain.
-        self._pending = []
+        self._pending: list[bytes] = []
         self._pending_data_size = 0
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
@@ -151,6 +152,11 @@ class _Client(Client):  # type: ignore[misc]  # nats-py is untyped here
             self._pings_outstanding = 0
             return
         await super()._process_pong()
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        # nats-py writes the PING past what is pending, so that its flush returns before the server has seen it.
+        self._pongs.append(future if future is not None else asyncio.get_running_loop().create_future())
+        self.send_now(b"PING\r\n")
 
     def send_now(self, blob: bytes) -> None:
         """Queue `blob` for the flusher without awaiting."""
@@ -536,7 +542,8 @@ class Connection:
         if "permissions violation" in text.lower():
             self.counters.permission_errors += 1
             self.permission_errors.append(text)
-            log.error("bus refused %s: %s", self.settings.name, text)
+            if self.counters.permission_errors <= _LOGGED_REFUSALS:  # a refused batch brings one for each message
+                log.error("bus refused %s: %s", self.settings.name, text)
             subject = text.partition('"')[2].partition('"')[0]
             if "publish to" in text.lower():
                 self.replies.on_permission_error(subject)

@@ -59,10 +59,10 @@ async def call(
     except NoResponders as error:
         raise ServerBusy(f"JetStream does not answer {verb}") from error
     answer: dict[str, Any] = orjson.loads(reply.data)
-    error = answer.get("error")
-    if error is None:
+    problem = answer.get("error")
+    if problem is None:
         return answer
-    code, text = int(error.get("err_code", 0)), str(error.get("description", "refused"))
+    code, text = int(problem.get("err_code", 0)), str(problem.get("description", "refused"))
     if code == CONSUMER_NOT_FOUND:
         raise ConsumerMissing(f"{verb}: {text}")
     if code == STREAM_NOT_FOUND:

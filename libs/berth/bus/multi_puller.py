@@ -164,6 +164,10 @@ class MultiPuller:
             await self._inbox.wait(timeout)
         return self._inbox.take(limit)
 
+    def wake(self) -> None:
+        """Make a waiting `next` return with what there is, or the next one not wait."""
+        self._inbox.poke()
+
     def ack(self, messages: Sequence[Message]) -> None:
         """Acknowledge, without waiting for the server."""
         if messages:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -47,10 +47,11 @@ class PullCounters:
 class Inbox:
     """Messages that have arrived, and one waiter for them."""
 
-    __slots__ = ("_waiter", "messages")
+    __slots__ = ("_is_poked", "_waiter", "messages")
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self._is_poked = False
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -58,8 +59,16 @@ class Inbox:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    def poke(self) -> None:
+        """Wake the waiter, or keep the next one from waiting."""
+        self._is_poked = self._waiter is None
+        self.wake()
+
     async def wait(self, timeout: float) -> None:
         """Return when woken or after `timeout` seconds."""
+        if self._is_poked:
+            self._is_poked = False
+            return
         loop = asyncio.get_running_loop()
         self._waiter = waiter = loop.create_future()
         timer = loop.call_later(timeout, self.wake)
@@ -141,6 +150,7 @@ class Puller:
         self._last_seq: int | None = None  # stream sequence of the last message received; None: nothing known
         self._is_paused = True  # while a reset runs, or the server is away
         self._missing_since: float | None = None
+        self._fault: BusError | None = None  # why the last reset was refused
         self._retry_delay_s = 0.0
         self._healing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -167,12 +177,16 @@ class Puller:
             self._bus.on_disconnect(self._on_disconnect),
         ]
         self._tick()
-        if after is not None:
-            await self.reset(after)
-        else:
-            await self._listen()
-            self._is_paused = False
-            self._top_up()
+        try:
+            if after is not None:
+                await self.reset(after)
+            else:
+                await self._listen()
+                self._is_paused = False
+                self._top_up()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Stop pulling. What was delivered and not acknowledged comes again to the next reader."""
@@ -197,20 +211,21 @@ class Puller:
 
         Raises:
             ConsumerMissing: the consumer has been gone for longer than the grace time; pulling goes on.
+            PermissionDenied, ProvisionError: the consumer cannot be reset; it is tried again, but will hardly help.
         """
         if not self._inbox.messages:
-            self._raise_if_missing()
+            self._raise_if_hopeless()
             await self._inbox.wait(timeout)
             if not self._inbox.messages:
-                self._raise_if_missing()
+                self._raise_if_hopeless()
                 return []
         taken = self._inbox.take(self._batch)
         self._top_up()
         return taken
 
     def wake(self) -> None:
-        """Make a waiting `next` return now, with what is there."""
-        self._inbox.wake()
+        """Make a waiting `next` return with what there is, or the next one not wait."""
+        self._inbox.poke()
 
     def ack(self, messages: Sequence[Message]) -> None:
         """Acknowledge, without waiting for the server. Lost acknowledgements are no harm: the message comes again."""
@@ -351,7 +366,9 @@ class Puller:
         if now - self._missing_since >= self._missing_grace_s:
             self._inbox.wake()
 
-    def _raise_if_missing(self) -> None:
+    def _raise_if_hopeless(self) -> None:
+        if self._fault is not None:
+            raise self._fault
         since = self._missing_since
         if since is not None and asyncio.get_running_loop().time() - since >= self._missing_grace_s:
             raise ConsumerMissing(f"consumer {self.consumer} of stream {self.stream} does not exist")
@@ -413,6 +430,11 @@ class Puller:
                         await self._on_missing()
             except TransientError as error:
                 log.debug("reset of %s: %s", self.consumer, error)
+            except BusError as error:
+                log.error("reset of %s is refused: %s", self.consumer, error)
+                self._fault = error
+                self._inbox.wake()
+                delay_s = 1.0
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 1.0)
 
@@ -433,6 +455,7 @@ class Puller:
         await self._listen()
         self._is_paused = False
         self._missing_since = None
+        self._fault = None
         self._top_up()
 
     def _tick(self) -> None:

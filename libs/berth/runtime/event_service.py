@@ -260,7 +260,12 @@ class EventService(Generic[H]):
                 stack.push_async_callback(subscription.unsubscribe)
             self._on_leading(True)
             while True:
-                messages = await puller.next(self._patience())
+                try:
+                    messages = await puller.next(self._patience())
+                except BusTransientError as error:
+                    self._log.warning("cannot take in events", reason=str(error))
+                    await asyncio.sleep(LAST_RETRY_SECONDS)
+                    messages = []
                 if self._lost.is_set():
                     raise Deposed(self._service, self._epoch)
                 async with self._lock:

@@ -19,6 +19,7 @@ from berth.runtime.process import ServiceContext
 from berth.runtime.settings import BerthSettings
 from berth.store.database import Database, StoreSettings
 from berth.store.errors import NoSuchParked, OutOfOrder
+from berth.store.housekeeping import keep_house
 from berth.store.leader import Leadership
 from berth.store.parked import Parked, drop_parked, list_parked, request_replay, show_parked
 from berth.telemetry.metrics import PipelineMetrics
@@ -85,6 +86,7 @@ def event_service(
         metrics=parts.metrics,
         on_leading=lambda leads: context.health.set("leader", None if leads else None),
     )
+    context.critical("housekeeping", keep_house(parts.database))
     made.serve("parked", ParkedAnswers(parts.database).answer)
     return made
 
