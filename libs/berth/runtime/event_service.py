@@ -63,7 +63,7 @@ cost more than the pass."""
 Answered = TypeVar("Answered")
 
 
-class PoisonMessage(Exception):  # noqa: N818
+class PoisonMessage(Exception):
     """A message that can never be taken in as it is; the operator gets it with this reason."""
 
 
@@ -340,7 +340,7 @@ class EventService(Generic[H]):
             except Exception as error:
                 self._database.parked_changed.set()
                 self._metrics.commit_failures.labels("defect").inc()
-                self._log.exception("batch failed", messages=len(messages))
+                self._log.error("batch failed", messages=len(messages), error=error)
                 if not messages:
                     raise
                 self._handler = await self._loaded()
