@@ -161,7 +161,7 @@ def batch_at(text: Ints, step: int, *, size: int, context: int, seed: int) -> tu
 # --- the gang ---------------------------------------------------------------------------------------------------------
 
 
-class Unwanted(Exception):  # noqa: N818 - not an error
+class Unwanted(Exception):
     """The platform wants the room before the work has begun."""
 
 

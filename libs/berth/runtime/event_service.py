@@ -537,7 +537,17 @@ class EventService(Generic[H]):
 def _taken(message: Message) -> _Taken:
     tokens = message.subject.split(".")
     entity = tokens[4] if len(tokens) > 5 else message.subject
-    return _Taken(message, message.header(HEADER_ID) or f"{message.subject}@{message.stream_seq}", entity)
+    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity)
+
+
+def _id_inside(message: Message) -> str:
+    """The event id of a message that came without the header; its place in the stream where it has none either."""
+    try:
+        envelope = orjson.loads(message.data)
+    except orjson.JSONDecodeError:
+        envelope = None
+    found = envelope.get("id") if isinstance(envelope, dict) else None
+    return found if isinstance(found, str) and found else f"{message.subject}@{message.stream_seq}"
 
 
 def _replayed(replay: Parked) -> Message:

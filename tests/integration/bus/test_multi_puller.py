@@ -8,7 +8,14 @@ from collections import Counter
 
 from berth.bus import Message, MultiPuller, Publisher
 from berth.bus.permissions import PROVISIONER
-from berth.bus.provision import COMMANDS, consumer_names, consumer_state, delete_consumer, ensure_node_consumers, node_consumer
+from berth.bus.provision import (
+    COMMANDS,
+    consumer_names,
+    consumer_state,
+    delete_consumer,
+    ensure_node_consumers,
+    node_consumer,
+)
 from berth.embedded.nats import NatsServer
 from berth.testing.servers import POOL, NatsPlatform, nats_platform
 from tests.integration.bus.builders import a_command

@@ -227,9 +227,11 @@ async def test_external_subscriber_hears_copies_with_their_sequence_and_can_send
     await Publisher(await nats.connect("lifecycle")).publish(events(20), 5)
     await public.flush()
 
-    assert [copy.subject for copy in copies] == [f"berth.pub.default.job.j{number}.running" for number in range(20)] or [
-        copy.header("Nats-Subject") for copy in copies
-    ] == [f"berth.evt.default.job.j{number}.running" for number in range(20)]
+    assert [copy.subject for copy in copies] == [
+        f"berth.pub.default.job.j{number}.running" for number in range(20)
+    ] or [copy.header("Nats-Subject") for copy in copies] == [
+        f"berth.evt.default.job.j{number}.running" for number in range(20)
+    ]
     assert [copy.header("Nats-Sequence") for copy in copies] == [str(number) for number in range(1, 21)]
     assert copies[0].header("Nats-Msg-Id") == "j0.1.running"
 

@@ -9,7 +9,15 @@ import pytest
 
 from berth.bus import ConsumerMissing, Publisher, Puller, TransientError, jsapi
 from berth.bus.permissions import PROVISIONER
-from berth.bus.provision import EVENTS, ConsumerSpec, Topology, berth_topology, consumer_state, delete_consumer, provision
+from berth.bus.provision import (
+    EVENTS,
+    ConsumerSpec,
+    Topology,
+    berth_topology,
+    consumer_state,
+    delete_consumer,
+    provision,
+)
 from berth.embedded.nats import NatsServer
 from berth.testing.servers import EVERYTHING, NatsPlatform, nats_platform, provision_anew
 from tests.integration.bus.builders import an_event, entities, events, take
