@@ -161,7 +161,7 @@ def batch_at(text: Ints, step: int, *, size: int, context: int, seed: int) -> tu
 # --- the gang ---------------------------------------------------------------------------------------------------------
 
 
-class Unwanted(Exception):  # noqa: N818 - not an error
+class Unwanted(Exception):
     """The platform wants the room before the work has begun."""
 
 
@@ -495,7 +495,7 @@ def lost_peers_reported(rank: int) -> Iterator[None]:
     try:
         yield
     except (ConnectionError, TimeoutError) as error:
-        say(f"worker {rank}: {error}")
+        say(f"worker {rank}: lost the gang: {error}")
         raise SystemExit(1) from None
 
 

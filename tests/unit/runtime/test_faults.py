@@ -9,7 +9,7 @@ import pytest
 from berth.runtime.faults import arm, fault_point, parse_fault_point
 
 
-class Killed(Exception):  # noqa: N818
+class Killed(Exception):
     """Stands for the death of the process."""
 
 
