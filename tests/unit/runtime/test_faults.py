@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
 from berth.runtime.faults import arm, fault_point, parse_fault_point
 
 
