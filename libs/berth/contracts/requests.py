@@ -134,3 +134,22 @@ class NodesQuestion(Wire):
     """To inventory (`nodes`): latest state and readings."""
 
     node: str | None = None
+
+
+class RecordQuestion(Wire):
+    """To audit (`events`): recorded events behind number `after`, of one entity if given, oldest first."""
+
+    entity: str | None = None
+    after: int = 0
+    limit: int = Field(100, ge=1, le=5000)
+
+
+class UsageQuestion(Wire):
+    """To audit (`usage`): who used and who waited between two instants."""
+
+    since: Instant
+    until: Instant
+
+
+class ChainQuestion(Wire):
+    """To audit (`verify`): does the hash chain hold from the first row to the last?"""

@@ -1,1 +1,1 @@
-
+"""Servers and processes that Berth starts itself when nobody runs them for it."""

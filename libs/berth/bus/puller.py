@@ -1,0 +1,471 @@
+"""Takes messages from durable pull consumers, as many as are there, as cheaply as Python allows.
+
+Why not nats-py's `fetch`: it waits for a full batch, loses its request when the server restarts, and costs about three
+times as much per message. Here one subscription receives everything, up to two pull requests are kept open, and
+`next` hands over what has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from berth.bus import jsapi, wire
+from berth.bus.connection import Connection, Subscription
+from berth.bus.errors import BusError, ConsumerMissing, Disconnected, NoStream, TransientError
+from berth.bus.message import Message, read_message
+
+log = logging.getLogger(__name__)
+
+_ANSWER_GRACE_S = 2.0
+"""A request that has not been answered so long after its expiry was lost."""
+
+
+@dataclass(slots=True)
+class PullCounters:
+    """Counts since the puller was opened."""
+
+    messages: int = 0
+    repeats: int = 0
+    """Redeliveries of what this puller already holds or has handed over; dropped (contiguous mode only)."""
+    gaps: int = 0
+    """Deliveries lost on the way; each was healed by a reset (contiguous mode only)."""
+    resets: int = 0
+    lost_requests: int = 0
+    missing: int = 0
+    """Times the server said that the consumer does not exist."""
+    garbled: int = 0
+
+
+class Inbox:
+    """Messages that have arrived, and one waiter for them."""
+
+    __slots__ = ("_is_poked", "_waiter", "messages")
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._is_poked = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def poke(self) -> None:
+        """Wake the waiter, or keep the next one from waiting."""
+        self._is_poked = self._waiter is None
+        self.wake()
+
+    async def wait(self, timeout: float) -> None:
+        """Return when woken or after `timeout` seconds."""
+        if self._is_poked:
+            self._is_poked = False
+            return
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
+        timer = loop.call_later(timeout, self.wake)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def take(self, limit: int) -> list[Message]:
+        taken = self.messages
+        if len(taken) <= limit:
+            self.messages = []
+            return taken
+        self.messages = taken[limit:]
+        return taken[:limit]
+
+
+class _Request:
+    """An open pull request: how many messages it may still bring, and until when."""
+
+    __slots__ = ("deadline", "remaining", "token")
+
+    def __init__(self, token: bytes, batch: int, deadline: float) -> None:
+        self.token = token
+        self.remaining = batch
+        self.deadline = deadline
+
+
+class Puller:
+    """Pulls one durable consumer. One task calls `next`.
+
+    With `contiguous`, which is for consumers whose only reader stores its position, the stream is handed over without
+    gaps or repeats: after a reconnect, and when the consumer's sequence shows that a delivery was lost, the puller
+    resets the consumer to just behind what it has received. Without it (several readers share the consumer) lost
+    deliveries come again after the consumer's `ack_wait`.
+
+    Args:
+        batch: most messages of one pull request and of one `next`. Up to two batches wait here, one more is with
+            the caller; the consumer's `max_ack_pending` must allow for that.
+        expires_s: how long the server keeps a request open.
+        ack_all: the consumer acknowledges everything up to a message at once.
+        on_missing: called (with back-off) while the consumer does not exist; it should provision again.
+        missing_grace_s: `next` raises `ConsumerMissing` when the consumer is away for longer. A restarting server says
+            for a moment that it has none.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        stream: str,
+        consumer: str,
+        *,
+        batch: int = 500,
+        expires_s: float = 5.0,
+        contiguous: bool = False,
+        ack_all: bool = False,
+        on_missing: Callable[[], Awaitable[None]] | None = None,
+        missing_grace_s: float = 5.0,
+    ) -> None:
+        self.stream = stream
+        self.consumer = consumer
+        self.counters = PullCounters()
+        self._bus = connection
+        self._batch = batch
+        self._expires_s = expires_s
+        self._contiguous = contiguous
+        self._ack_all = ack_all
+        self._on_missing = on_missing
+        self._missing_grace_s = missing_grace_s
+        self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}".encode()
+        self._body = b'{"batch":%d,"expires":%d}' % (batch, int(expires_s * 1e9))
+        self._inbox = Inbox()
+        self._subscription: Subscription | None = None
+        self._inbox_prefix = b""
+        self._requests: deque[_Request] = deque()
+        self._token = 0
+        self._expected_seq: int | None = None  # consumer sequence of the next delivery; None: any
+        self._last_seq: int | None = None  # stream sequence of the last message received; None: nothing known
+        self._is_paused = True  # while a reset runs, or the server is away
+        self._missing_since: float | None = None
+        self._fault: BusError | None = None  # why the last reset was refused
+        self._retry_delay_s = 0.0
+        self._healing: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._unregister: list[Callable[[], None]] = []
+        self._is_open = False
+        self._reset_lock = asyncio.Lock()
+
+    # -- life
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self, *, after: int | None = None) -> None:
+        """Start pulling; with `after`, first reset the consumer to that stored position (see `reset`)."""
+        self._is_open = True
+        self._unregister = [
+            self._bus.on_reconnect(self._on_reconnect),
+            self._bus.on_disconnect(self._on_disconnect),
+        ]
+        self._tick()
+        try:
+            if after is not None:
+                await self.reset(after)
+            else:
+                await self._listen()
+                self._is_paused = False
+                self._top_up()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop pulling. What was delivered and not acknowledged comes again to the next reader."""
+        self._is_open = False
+        self._is_paused = True
+        for unregister in self._unregister:
+            unregister()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._healing is not None:
+            self._healing.cancel()
+            await asyncio.gather(self._healing, return_exceptions=True)
+        await self._stop_listening()
+        self._inbox.wake()
+
+    # -- for the owner
+
+    async def next(self, timeout: float) -> list[Message]:
+        """What has arrived, in order, at most one batch; waits up to `timeout` seconds only when there is nothing.
+
+        Returns an empty list when nothing came, also while the server is away: the puller goes on by itself.
+
+        Raises:
+            ConsumerMissing: the consumer has been gone for longer than the grace time; pulling goes on.
+            PermissionDenied, ProvisionError: the consumer cannot be reset; it is tried again, but will hardly help.
+        """
+        if not self._inbox.messages:
+            self._raise_if_hopeless()
+            await self._inbox.wait(timeout)
+            if not self._inbox.messages:
+                self._raise_if_hopeless()
+                return []
+        taken = self._inbox.take(self._batch)
+        self._top_up()
+        return taken
+
+    def wake(self) -> None:
+        """Make a waiting `next` return with what there is, or the next one not wait."""
+        self._inbox.poke()
+
+    def ack(self, messages: Sequence[Message]) -> None:
+        """Acknowledge, without waiting for the server. Lost acknowledgements are no harm: the message comes again."""
+        if not messages:
+            return
+        with contextlib.suppress(Disconnected):
+            if self._ack_all:
+                newest = max(messages, key=lambda message: message.consumer_seq)
+                self._bus.write_nowait(wire.encode_acks((newest.ack_subject,)))
+            else:
+                self._bus.write_nowait(wire.encode_acks([message.ack_subject for message in messages]))
+
+    async def reset(self, position: int) -> None:
+        """Go on with the first message behind `position` (a stream sequence; 0: from the start).
+
+        Everything waiting here is dropped. When the stream ends before `position` (it was restored or made anew), its
+        sequences mean something else now, and the whole stream is read: the reader's inbox drops what it knows.
+
+        Raises:
+            TransientError: the server could not do it now; the puller keeps trying by itself.
+        """
+        if self._healing is not None:
+            self._healing.cancel()
+        async with self._reset_lock:
+            self._is_paused = True
+            await self._stop_listening()
+            self._inbox.messages.clear()
+            self._last_seq = position
+            try:
+                if position > 0:
+                    self._last_seq = position = await self._trusted(position)
+                await self._reset_to(position)
+            except TransientError:
+                self._heal()
+                raise
+
+    async def _trusted(self, position: int) -> int:
+        state = (await jsapi.call(self._bus, f"STREAM.INFO.{self.stream}"))["state"]
+        if int(state["last_seq"]) >= position:
+            return position
+        log.error(
+            "stream %s ends at %s, before position %s of %s: reading it from the start",
+            self.stream, state["last_seq"], position, self.consumer,
+        )  # fmt: skip
+        return 0
+
+    @property
+    def last_received(self) -> int | None:
+        """Highest stream sequence received so far."""
+        return self._last_seq
+
+    # -- pulling
+
+    async def _listen(self) -> None:
+        self._requests.clear()
+        inbox = self._bus.new_inbox()
+        self._inbox_prefix = f"{inbox}.".encode()
+        self._subscription = await self._bus.subscribe_raw(f"{inbox}.*", self._on_message)
+
+    async def _stop_listening(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+            self._subscription = None
+
+    def _top_up(self) -> None:
+        """Open requests until two batches are on their way or waiting here."""
+        if self._is_paused or not self._bus.is_connected:
+            return
+        room = 2 * self._batch - len(self._inbox.messages) - sum(request.remaining for request in self._requests)
+        while room >= self._batch and len(self._requests) < 2:
+            self._token += 1
+            token = self._inbox_prefix + b"%d" % self._token
+            self._bus.write_nowait(wire.encode_publish(self._next_subject, token, b"", self._body))
+            deadline = asyncio.get_running_loop().time() + self._expires_s + _ANSWER_GRACE_S
+            self._requests.append(_Request(token, self._batch, deadline))
+            room -= self._batch
+
+    def _on_message(self, subject: bytes, reply: bytes, data: bytes, raw_headers: bytes | None) -> None:
+        if subject.startswith(self._inbox_prefix):
+            self._on_status(subject, *wire.parse_status(raw_headers))
+            return
+        try:
+            message = read_message(subject, reply, data, raw_headers)
+        except ValueError:
+            self.counters.garbled += 1
+            return
+        self._missing_since = None
+        self._retry_delay_s = 0.0
+        if self._requests:
+            request = self._requests[0]
+            request.remaining -= 1
+            if request.remaining == 0:
+                self._requests.popleft()
+                self._top_up()
+        if self._contiguous and not self._is_next(message):
+            return
+        self.counters.messages += 1
+        self._inbox.messages.append(message)
+        self._inbox.wake()
+
+    def _is_next(self, message: Message) -> bool:
+        if self._expected_seq is not None and message.consumer_seq != self._expected_seq:
+            if not self._is_paused:
+                self.counters.gaps += 1
+                self._heal()
+            return False
+        self._expected_seq = message.consumer_seq + 1
+        if self._last_seq is not None and message.stream_seq <= self._last_seq:
+            self.counters.repeats += 1
+            return False
+        self._last_seq = message.stream_seq
+        return True
+
+    def _on_status(self, token: bytes, code: int, text: str) -> None:
+        """The server has ended a request: expired (408), nothing there (404), refused (409), or nobody there (503)."""
+        request = next((request for request in self._requests if request.token == token), None)
+        if request is None or code == 100:
+            return
+        self._requests.remove(request)
+        if code == 503 or (code == 409 and "deleted" in text.lower()):
+            self._on_consumer_missing(text)
+        elif code == 409 and "batch completed" not in text.lower():
+            # Leadership change, server shutdown, too many requests: ask again, not at once.
+            self._retry_later()
+        else:
+            self._retry_delay_s = 0.0
+            self._top_up()
+
+    # -- trouble
+
+    def _on_consumer_missing(self, text: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._missing_since is None:
+            self._missing_since = now
+            log.warning("consumer %s of %s does not answer: %s", self.consumer, self.stream, text or "no responders")
+        self.counters.missing += 1
+        self._retry_later()
+        if now - self._missing_since >= self._missing_grace_s:
+            self._inbox.wake()
+
+    def _raise_if_hopeless(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        since = self._missing_since
+        if since is not None and asyncio.get_running_loop().time() - since >= self._missing_grace_s:
+            raise ConsumerMissing(f"consumer {self.consumer} of stream {self.stream} does not exist")
+
+    def _retry_later(self) -> None:
+        if self._is_paused:
+            return
+        self._is_paused = True
+        self._retry_delay_s = min(max(self._retry_delay_s * 2, 0.05), 2.0)
+        self._start_healing(self._resume(self._retry_delay_s * random.uniform(0.5, 1.0)))
+
+    async def _resume(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        if self._missing_since is not None and self._on_missing is not None:
+            try:
+                await self._on_missing()
+            except BusError as error:
+                log.warning("consumer %s of %s: %s", self.consumer, self.stream, error)
+        self._requests.clear()
+        if self._contiguous:
+            await self._reset_until_done()  # it may be a new consumer, which starts from the beginning
+        else:
+            self._is_paused = False
+            self._top_up()
+
+    def _on_disconnect(self) -> None:
+        self._requests.clear()
+        self._is_paused = True
+
+    def _on_reconnect(self) -> None:
+        self._requests.clear()
+        if self._contiguous or self._subscription is None:
+            self._heal()
+        else:
+            self._is_paused = False
+            self._top_up()
+
+    def _heal(self) -> None:
+        """Go on behind the last message received: what was on its way is lost or would come out of order."""
+        self._is_paused = True
+        self._start_healing(self._reset_until_done())
+
+    def _start_healing(self, work: Awaitable[None]) -> None:
+        if self._healing is not None and not self._healing.done():
+            self._healing.cancel()
+        self._healing = asyncio.ensure_future(work)
+
+    async def _reset_until_done(self) -> None:
+        delay_s = 0.02
+        while self._is_open:
+            try:
+                async with self._reset_lock:
+                    await self._reset_to(self._last_seq)
+                return
+            except (ConsumerMissing, NoStream) as error:
+                self._on_consumer_missing(str(error))
+                if self._on_missing is not None:
+                    with contextlib.suppress(BusError):
+                        await self._on_missing()
+            except TransientError as error:
+                log.debug("reset of %s: %s", self.consumer, error)
+            except BusError as error:
+                log.error("reset of %s is refused: %s", self.consumer, error)
+                self._fault = error
+                self._inbox.wake()
+                delay_s = 1.0
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, 1.0)
+
+    async def _reset_to(self, position: int | None) -> None:
+        """Reset the consumer to `position` + 1, or (None) to just above what it has acknowledged.
+
+        A new inbox comes first: a message sent before the reset can then not be taken for one sent after it.
+        """
+        self._is_paused = True
+        await self._stop_listening()
+        name = f"{self.stream}.{self.consumer}"
+        await jsapi.call(self._bus, f"CONSUMER.INFO.{name}")  # a reset of a missing consumer gets no answer at all
+        await jsapi.call(
+            self._bus, f"CONSUMER.RESET.{name}", {"seq": position + 1} if position is not None else None, timeout=2.0
+        )
+        self.counters.resets += 1
+        self._expected_seq, self._last_seq = 1, position
+        await self._listen()
+        self._is_paused = False
+        self._missing_since = None
+        self._fault = None
+        self._top_up()
+
+    def _tick(self) -> None:
+        """Once a second: forget requests that the server has silently lost."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        while self._requests and self._requests[0].deadline < now:
+            self._requests.popleft()
+            self.counters.lost_requests += 1
+        if self._requests and self._requests[0].deadline - now < self._expires_s + _ANSWER_GRACE_S - 1.0:
+            self._missing_since = None  # a missing consumer answers at once
+        self._top_up()
+        self._timer = loop.call_later(1.0, self._tick)

@@ -1,0 +1,50 @@
+"""Which service takes in which events: the filters of the durable consumers. A test holds the cores to it."""
+
+from __future__ import annotations
+
+from berth.contracts import events, subjects
+from berth.contracts.envelope import Fact
+
+CONSUMES: dict[str, tuple[type[Fact], ...]] = {
+    "inventory": (
+        events.NodeCordonRequested,
+        events.GpuConditionReported,
+        events.PolicyActivated,
+    ),
+    "admission": (
+        events.JobSubmitted,
+        events.JobCancelRequested,
+        events.PolicyProposed,
+        events.NodeChanged,
+    ),
+    "placement": (
+        events.JobAdmitted,
+        events.AdmissionWithdrawn,
+        events.JobCancelRequested,
+        events.JobRequeued,
+        events.AttemptEnded,
+        events.NodeChanged,
+        events.PolicyActivated,
+    ),
+    "lifecycle": (
+        events.JobAdmitted,
+        events.JobPlaced,
+        events.JobCancelRequested,
+        events.PreemptionPlanned,
+        events.WorkerStarted,
+        events.WorkerExited,
+        events.WorkerReleased,
+        events.CommandRefused,
+        events.NodeRegistered,
+        events.NodeLost,
+        events.PolicyActivated,
+    ),
+}
+"""The gateway's views and audit take in everything."""
+
+
+def consumer_filters(pool: str) -> dict[str, list[str]]:
+    """Service -> subjects of its durable consumer."""
+    everything = [subjects.all_events(pool)]
+    filters = {service: [subjects.event_filter(pool, fact) for fact in facts] for service, facts in CONSUMES.items()}
+    return {**filters, "gateway": everything, "audit": everything}

@@ -1,0 +1,118 @@
+"""From what a core decided to what travels: envelope, subject, headers and span of each emission."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from urllib.parse import quote
+
+import orjson
+
+from berth.contracts import subjects
+from berth.contracts.envelope import HEADER_TENANT, HEADER_TRACE, HEADER_TYPE, Fact
+from berth.decisions.core import Emission
+from berth.telemetry.tracing import BatchSpan, event_span
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One message ready for the outbox."""
+
+    event_id: str
+    subject: str
+    headers: dict[str, str]
+    payload: bytes
+
+
+class EmissionEncoder:
+    """Wraps emissions of one service in envelopes. One for each process; `digest_of` ties a commit to what it told.
+
+    The envelope is put together from parts instead of a model: the data is serialised once, for the message and for the
+    digest, which must not depend on clocks and traces.
+    """
+
+    def __init__(self, *, service: str, pool: str) -> None:
+        self._service = service
+        self._pool = pool
+        self._source = f"/berth/{pool}/{service}"
+
+    def encode(
+        self,
+        emissions: Sequence[Emission],
+        *,
+        now: datetime,
+        causes: Mapping[str, tuple[str | None, str | None]],
+        batch: BatchSpan,
+    ) -> tuple[list[Encoded], bytes]:
+        """Messages in order, and a digest over ids and data.
+
+        Args:
+            causes: event id -> (traceparent, correlation id) of the events in this batch.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        spans: dict[str, str | None] = {}
+        time = now.isoformat()
+        encoded = []
+        for emission in emissions:
+            data = emission.data
+            name = type(data).__name__
+            event_id = f"{emission.entity}.{emission.version}.{name}"
+            body = data.__pydantic_serializer__.to_json(data, exclude_none=True)
+            digest.update(event_id.encode())
+            digest.update(body)
+            trace = self._trace(emission, name, causes, spans, batch)
+            headers = {HEADER_TYPE: data.TYPE}
+            if emission.tenant:
+                headers[HEADER_TENANT] = quote(emission.tenant)
+            if trace:
+                headers[HEADER_TRACE] = trace
+            head = orjson.dumps(
+                {
+                    "specversion": "1.0",
+                    "id": event_id,
+                    "type": data.TYPE,
+                    "source": self._source,
+                    "subject": emission.entity,
+                    "time": time,
+                    "datacontenttype": "application/json",
+                    "dataschema": f"berth:{data.TYPE}",
+                    "correlationid": emission.correlation,
+                    "causationid": emission.cause,
+                    "traceparent": trace or "",
+                    "tenant": emission.tenant,
+                    "actor": emission.actor or f"service:{self._service}",
+                }
+            )
+            encoded.append(Encoded(event_id, self._subject(emission), headers, head[:-1] + b',"data":' + body + b"}"))
+        return encoded, digest.digest()
+
+    def _subject(self, emission: Emission) -> str:
+        data = emission.data
+        if isinstance(data, Fact):
+            return subjects.event(self._pool, type(data), emission.entity)
+        return subjects.command(self._pool, emission.entity, type(data))
+
+    def _trace(
+        self,
+        emission: Emission,
+        name: str,
+        causes: Mapping[str, tuple[str | None, str | None]],
+        spans: dict[str, str | None],
+        batch: BatchSpan,
+    ) -> str | None:
+        """Context for this emission: a child of its cause (or of the job's own trace, for timers), linked to the batch.
+
+        A cause that leads to several emissions has one span.
+        """
+        cause = causes.get(emission.cause)
+        parent = cause[0] if cause is not None else emission.trace
+        if not parent:
+            return None
+        key = emission.cause if cause is not None else f"timer {emission.entity}"
+        if key not in spans:
+            spans[key] = event_span(
+                f"{self._service} {name}", parent, batch, job_id=emission.correlation, tenant=emission.tenant
+            )
+        return spans[key]

@@ -1,0 +1,17 @@
+"""Settings of admission."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from berth.runtime.settings import BerthSettings
+
+
+class Settings(BerthSettings):
+    """`BERTH_*` variables that admission reads; see `python -m berth.runtime.settings`."""
+
+    policy_file: Path | None = Field(
+        None, description="policy document for a pool that has none yet; none: jobs are held"
+    )

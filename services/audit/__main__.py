@@ -1,0 +1,6 @@
+"""`python -m services.audit`."""
+
+from services.audit.app import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,9 @@
+"""Settings of audit: those common to all services."""
+
+from __future__ import annotations
+
+from berth.runtime.settings import BerthSettings
+
+
+class Settings(BerthSettings):
+    """`BERTH_*` variables that audit reads; see `python -m berth.runtime.settings`."""

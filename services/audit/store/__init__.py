@@ -1,0 +1,1 @@
+"""Audit's tables and what is asked of them."""

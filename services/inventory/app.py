@@ -1,0 +1,101 @@
+"""Builds inventory: the only place here that makes things."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+
+from berth.bus.connection import Connection
+from berth.bus.errors import Disconnected
+from berth.bus.provision import ensure_node_consumer
+from berth.contracts import subjects
+from berth.contracts.nodes import NodeAccepted, RegisterNode, RegistrationRefused, TelemetryFrame
+from berth.contracts.requests import NodesQuestion
+from berth.decisions.health import InventoryCore
+from berth.runtime.core_handler import CoreHandler
+from berth.runtime.event_service import EventService
+from berth.runtime.process import ServiceContext, run_service
+from berth.runtime.wiring import CHECKS, answering, event_service, wired
+from berth.telemetry.logs import get_logger
+from services.inventory.settings import Settings
+
+SERVICE = "inventory"
+Service = EventService[CoreHandler[InventoryCore]]
+
+
+def run() -> None:
+    """Run inventory in this process."""
+    run_service(SERVICE, Settings, main, checks=CHECKS)
+
+
+async def main(context: ServiceContext[Settings]) -> None:
+    """Until cancelled."""
+    settings = context.settings
+    pool = settings.pool
+    async with wired(context, service=SERVICE) as parts:
+        bus = parts.connection
+        service: Service = event_service(
+            context,
+            parts,
+            service=SERVICE,
+            make_handler=lambda: CoreHandler(
+                InventoryCore(telemetry_every_seconds=settings.telemetry_seconds), pool=pool
+            ),
+        )
+
+        async def register(asked: RegisterNode) -> NodeAccepted | RegistrationRefused:
+            await ensure_node_consumer(bus, pool, asked.description.node)
+            return await service.change(lambda handler, now: handler.core.register(asked, now=now))
+
+        async def nodes(asked: NodesQuestion) -> object:
+            return await service.query(lambda handler: handler.core.nodes(asked.node))
+
+        service.serve("register", answering(RegisterNode, register))
+        service.serve("nodes", answering(NodesQuestion, nodes))
+        hearing = Hearing(service, bus)
+        subscription = await bus.subscribe_raw(subjects.telemetry_filter(pool), hearing.on_frame)
+        unregister = bus.on_reconnect(hearing.on_reconnect)
+        context.started()
+        try:
+            await service.run()
+        finally:
+            unregister()
+            await subscription.unsubscribe()
+
+
+class Hearing:
+    """Telemetry frames: straight into the core, and the renewed lease straight back, inside the bus's read loop."""
+
+    def __init__(self, service: Service, bus: Connection) -> None:
+        self._service = service
+        self._bus = bus
+        self._log = get_logger(SERVICE)
+
+    def on_frame(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        """One frame of one node. While this process does not lead nothing is answered: the leader does."""
+        handler = self._service.now_unlocked()
+        if handler is None:
+            return
+        try:
+            frame = TelemetryFrame.model_validate_json(data)
+        except ValidationError as error:
+            self._log.warning("telemetry frame ignored", subject=subject.decode(), faults=error.error_count())
+            return
+        if frame.node != subject.rpartition(b".")[2].decode():
+            self._log.warning("telemetry frame ignored", subject=subject.decode(), claims=frame.node)
+            return
+        due = handler.core.next_timer()
+        renewed = handler.core.heard(frame, now=datetime.now(UTC))
+        if reply and renewed is not None:
+            with contextlib.suppress(Disconnected):  # the node hears nothing then, and asks again
+                self._bus.answer_nowait(reply, renewed.model_dump_json().encode())
+        if handler.core.has_news or handler.core.next_timer() != due:
+            self._service.wake()
+
+    def on_reconnect(self) -> None:
+        """The bus was away, so nobody could be heard: silence counts from now."""
+        handler = self._service.now_unlocked()
+        if handler is not None:
+            handler.core.was_deaf(now=datetime.now(UTC))

@@ -1,0 +1,9 @@
+"""Settings of lifecycle: those common to all services."""
+
+from __future__ import annotations
+
+from berth.runtime.settings import BerthSettings
+
+
+class Settings(BerthSettings):
+    """`BERTH_*` variables that lifecycle reads; see `python -m berth.runtime.settings`."""

@@ -1,0 +1,53 @@
+"""Builds placement: the only place here that makes things."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from berth.contracts.requests import (
+    ExplainJob,
+    JobExplained,
+    LedgerAnswer,
+    LedgerQuestion,
+    QuotaAnswer,
+    QuotaQuestion,
+)
+from berth.decisions.placement.core import PlacementCore
+from berth.runtime.core_handler import CoreHandler
+from berth.runtime.process import ServiceContext, run_service
+from berth.runtime.wiring import CHECKS, answering, event_service, wired
+from services.placement.settings import Settings
+
+SERVICE = "placement"
+
+
+def run() -> None:
+    """Run placement in this process."""
+    run_service(SERVICE, Settings, main, checks=CHECKS)
+
+
+async def main(context: ServiceContext[Settings]) -> None:
+    """Until cancelled."""
+    pool = context.settings.pool
+    async with wired(context, service=SERVICE) as parts:
+        service = event_service(
+            context,
+            parts,
+            service=SERVICE,
+            make_handler=lambda: CoreHandler(PlacementCore(), pool=pool, heavy=True),
+        )
+
+        async def explain(question: ExplainJob) -> JobExplained:
+            return await service.query(lambda h: h.core.explain(question.job_id, now=datetime.now(UTC)))
+
+        async def quota(question: QuotaQuestion) -> QuotaAnswer:
+            return await service.query(lambda h: h.core.quota(question.tenant, now=datetime.now(UTC)))
+
+        async def ledger(question: LedgerQuestion) -> LedgerAnswer:
+            return await service.query(lambda h: h.core.ledger(question.node))
+
+        service.serve("explain", answering(ExplainJob, explain))
+        service.serve("quota", answering(QuotaQuestion, quota))
+        service.serve("ledger", answering(LedgerQuestion, ledger))
+        context.started()
+        await service.run()

@@ -1,0 +1,1 @@
+from berth.testing.postgres import *  # noqa: F403
