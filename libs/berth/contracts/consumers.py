@@ -9,6 +9,7 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
     "inventory": (
         events.NodeCordonRequested,
         events.GpuConditionReported,
+        events.StartFailed,
         events.PolicyActivated,
     ),
     "admission": (
@@ -36,7 +37,11 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
         events.WorkerReleased,
         events.CommandRefused,
         events.NodeRegistered,
+        events.NodeSuspect,
+        events.NodeBack,
         events.NodeLost,
+        events.GpuOut,
+        events.JobCancelled,
         events.PolicyActivated,
     ),
 }

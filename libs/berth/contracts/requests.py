@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from berth.contracts.base import Instant, Token, Wire
+from berth.contracts.nodes import GpuReading, NodeDescription, NodeState
 from berth.contracts.reasons import Reason
 
 
@@ -134,6 +135,25 @@ class NodesQuestion(Wire):
     """To inventory (`nodes`): latest state and readings."""
 
     node: str | None = None
+
+
+class NodeStatus(Wire):
+    """One node as inventory knows it. description.gpus carry their health; readings: the latest frame, None: none yet."""
+
+    node: Token
+    state: NodeState
+    cordoned: bool = False
+    epoch: int = 0
+    last_heard: Instant | None = None
+    description: NodeDescription
+    readings: tuple[GpuReading, ...] = ()
+    readings_at: Instant | None = None
+
+
+class NodesAnswer(Wire):
+    """Answer to `NodesQuestion`, in the order of names; empty where the node asked for is not known."""
+
+    nodes: tuple[NodeStatus, ...] = ()
 
 
 class RecordQuestion(Wire):

@@ -182,6 +182,11 @@ class InventoryCore(Core):
         return self._snapshot(name) if name in self._nodes else None
 
     @property
+    def has_news(self) -> bool:
+        """Whether `heard` has led to something to tell: `settle` wants to be called."""
+        return bool(self._out.emissions)
+
+    @property
     def lease_seconds(self) -> float:
         """How long an agent may go on without an answer."""
         return self._lost_after.total_seconds() * LEASE_SHARE
