@@ -35,7 +35,7 @@ from typing import TypeVar
 from berth.contracts.jobs import JobState
 
 
-class InvalidTransition(ValueError):  # noqa: N818 - the name the house style gives it
+class InvalidTransition(ValueError):
     """A trigger that the state does not know. Whoever raised the trigger is at fault; nothing was changed."""
 
 
