@@ -12,8 +12,8 @@ from berth.bus.errors import Disconnected
 from berth.bus.provision import ensure_node_consumer
 from berth.contracts import subjects
 from berth.contracts.nodes import NodeAccepted, RegisterNode, RegistrationRefused, TelemetryFrame
-from berth.contracts.requests import NodesAnswer, NodesQuestion, NodeStatus
-from berth.decisions.health.core import InventoryCore, NodeSnapshot
+from berth.contracts.requests import NodesAnswer, NodesQuestion
+from berth.decisions.health.core import InventoryCore
 from berth.runtime.core_handler import CoreHandler
 from berth.runtime.event_service import EventService
 from berth.runtime.process import ServiceContext, run_service
@@ -47,7 +47,7 @@ async def main(context: ServiceContext[Settings]) -> None:
             return await service.change(lambda handler, now: handler.core.register(asked, now=now))
 
         async def nodes(asked: NodesQuestion) -> NodesAnswer:
-            return await service.query(lambda handler: _status(handler.core, asked.node))
+            return await service.query(lambda handler: handler.core.nodes(asked.node, now=datetime.now(UTC)))
 
         service.serve("register", answering(RegisterNode, register))
         service.serve("nodes", answering(NodesQuestion, nodes))
@@ -95,28 +95,4 @@ class Hearing:
         """The bus was away, so nobody could be heard: silence counts from now."""
         handler = self._service.now_unlocked()
         if handler is not None:
-            handler.core.heard_platform_gap(now=datetime.now(UTC))
-
-
-def _status(core: InventoryCore, name: str | None) -> NodesAnswer:
-    """All nodes, or the one asked for."""
-    snapshots = core.nodes() if name is None else [found for found in (core.node(name),) if found is not None]
-    return NodesAnswer(nodes=tuple(map(_node_status, snapshots)))
-
-
-def _node_status(snapshot: NodeSnapshot) -> NodeStatus:
-    cards = snapshot.record.cards
-    gpus = tuple(
-        gpu.model_copy(update={"health": cards[gpu.uuid].health}) if gpu.uuid in cards else gpu
-        for gpu in snapshot.description.gpus
-    )
-    return NodeStatus(
-        node=snapshot.record.node,
-        state=snapshot.state,
-        cordoned=snapshot.record.cordoned,
-        epoch=snapshot.record.epoch,
-        last_heard=snapshot.last_heard,
-        description=snapshot.description.model_copy(update={"gpus": gpus}),
-        readings=() if snapshot.frame is None else snapshot.frame.gpus,
-        readings_at=snapshot.frame_at,
-    )
+            handler.core.was_deaf(now=datetime.now(UTC))

@@ -31,6 +31,7 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
         events.JobAdmitted,
         events.JobPlaced,
         events.JobCancelRequested,
+        events.JobCancelled,
         events.PreemptionPlanned,
         events.WorkerStarted,
         events.WorkerExited,
@@ -41,7 +42,6 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
         events.NodeBack,
         events.NodeLost,
         events.GpuOut,
-        events.JobCancelled,
         events.PolicyActivated,
     ),
 }

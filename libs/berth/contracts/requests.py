@@ -138,22 +138,23 @@ class NodesQuestion(Wire):
 
 
 class NodeStatus(Wire):
-    """One node as inventory knows it. description.gpus carry their health; readings: the latest frame, None: none yet."""
+    """One node as inventory knows it now. description: with each card's health of now; readings: the latest, if any."""
 
     node: Token
+    epoch: int
     state: NodeState
     cordoned: bool = False
-    epoch: int = 0
-    last_heard: Instant | None = None
     description: NodeDescription
+    last_heard: Instant | None = None
     readings: tuple[GpuReading, ...] = ()
     readings_at: Instant | None = None
 
 
 class NodesAnswer(Wire):
-    """Answer to `NodesQuestion`, in the order of names; empty where the node asked for is not known."""
+    """Answer to `NodesQuestion`, in the order of names; empty where the node is not known."""
 
     nodes: tuple[NodeStatus, ...] = ()
+    as_of: Instant | None = None
 
 
 class RecordQuestion(Wire):

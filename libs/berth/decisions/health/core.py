@@ -34,6 +34,8 @@ from berth.contracts.events import (
     StartFailed,
 )
 from berth.contracts.nodes import (
+    GpuDescription,
+    GpuHealthState,
     LeaseRenewed,
     NodeAccepted,
     NodeDescription,
@@ -42,7 +44,8 @@ from berth.contracts.nodes import (
     RegistrationRefused,
     TelemetryFrame,
 )
-from berth.contracts.reasons import Code, because
+from berth.contracts.reasons import Code, Reason, because
+from berth.contracts.requests import NodesAnswer, NodeStatus
 from berth.decisions.core import Core, Outbox, Record, Settled
 from berth.decisions.health.model import Card, Hearing, NodeRecord
 from berth.decisions.policy.document import Policy
@@ -53,18 +56,6 @@ LEASE_SHARE = 0.9
 """The agent's lease ends at this share of `lost_after`; in the rest it stops all work, before we call it lost."""
 SKEW_SECONDS = 5.0
 _RECORD = TypeAdapter(NodeRecord)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSnapshot:
-    """What the gateway shows of a node: its record, what it is, and the latest readings (None: none yet)."""
-
-    record: NodeRecord
-    description: NodeDescription
-    state: NodeState
-    last_heard: datetime | None
-    frame: TelemetryFrame | None
-    frame_at: datetime | None
 
 
 @dataclass(slots=True)
@@ -88,7 +79,9 @@ class InventoryCore(Core):
         PolicyActivated,
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, telemetry_every_seconds: float = 5.0) -> None:
+        """telemetry_every_seconds: the longest time between frames that nodes are asked for."""
+        self._telemetry_every = telemetry_every_seconds
         self._nodes: dict[str, NodeRecord] = {}
         self._described: dict[str, NodeDescription] = {}
         self._ears: dict[str, _Ear] = {}
@@ -166,25 +159,26 @@ class InventoryCore(Core):
             platform_time=now,
         )
 
-    def heard_platform_gap(self, *, now: datetime) -> None:
+    def was_deaf(self, *, now: datetime) -> None:
         """We were not listening until now (bus away, process stopped): silence before `now` is ours, not theirs."""
         self._hearing_since = now
         for name, ear in self._ears.items():
             ear.heard_at = max(ear.heard_at, now)
             self._check(name, ear, now + self._suspect_after)
 
-    def nodes(self) -> list[NodeSnapshot]:
-        """All nodes in the order of their names, with the latest readings."""
-        return [self._snapshot(name) for name in sorted(self._nodes)]
+    def nodes(self, node: str | None = None, *, now: datetime | None = None) -> NodesAnswer:
+        """All nodes (or one) in the order of their names, with the latest readings."""
+        names = sorted(self._described) if node is None else [node] if node in self._described else []
+        return NodesAnswer(nodes=tuple(self._status(name) for name in names), as_of=now)
 
-    def node(self, name: str) -> NodeSnapshot | None:
-        """One node."""
-        return self._snapshot(name) if name in self._nodes else None
+    def state(self, node: str) -> NodeState | None:
+        """Whether a node may get new work, and whether it is heard; None: never registered."""
+        return self._nodes[node].state if node in self._described else None
 
     @property
     def has_news(self) -> bool:
-        """Whether `heard` has led to something to tell: `settle` wants to be called."""
-        return bool(self._out.emissions)
+        """Whether a direct call led to something that `settle` is to hand over."""
+        return bool(self._out.emissions or self._records)
 
     @property
     def lease_seconds(self) -> float:
@@ -194,7 +188,7 @@ class InventoryCore(Core):
     @property
     def telemetry_every_seconds(self) -> float:
         """How often agents send frames: several may be lost before a node is suspect."""
-        return min(max(self._suspect_after.total_seconds() / 5, 0.2), 5.0)
+        return min(max(self._suspect_after.total_seconds() / 5, 0.2), self._telemetry_every)
 
     # ------------------------------------------------------------------------------------------------------- Core
     def apply(self, event: Envelope[Any], *, now: datetime) -> None:
@@ -403,12 +397,6 @@ class InventoryCore(Core):
         if described is None:
             return
         record.version += 1
-        gpus = tuple(
-            gpu
-            if (card := record.cards[gpu.uuid]).out is None and not card.unclean_mib
-            else gpu.model_copy(update={"health": card.health})
-            for gpu in described.gpus
-        )
         self._emit(
             record.node,
             NodeChanged(
@@ -417,7 +405,7 @@ class InventoryCore(Core):
                 epoch=record.epoch,
                 state=record.state,
                 cordoned=record.cordoned,
-                gpus=gpus,
+                gpus=self._gpus(record, described),
                 link_groups=described.link_groups,
                 domain=described.domain,
                 shareable=described.shareable,
@@ -444,16 +432,32 @@ class InventoryCore(Core):
                     return min(both), name
         return None
 
-    def _snapshot(self, name: str) -> NodeSnapshot:
+    def _status(self, name: str) -> NodeStatus:
         record, ear = self._nodes[name], self._ears.get(name)
-        described = self._described.get(name) or NodeDescription(node=name)
-        return NodeSnapshot(
-            record=record,
-            description=described,
+        described = self._described[name]
+        return NodeStatus(
+            node=name,
+            epoch=record.epoch,
             state=record.state,
+            cordoned=record.cordoned,
+            description=described.model_copy(update={"gpus": self._gpus(record, described)}),
             last_heard=ear.heard_at if ear else None,
-            frame=ear.frame if ear else None,
-            frame_at=ear.frame_at if ear else None,
+            readings=ear.frame.gpus if ear and ear.frame else (),
+            readings_at=ear.frame_at if ear else None,
+        )
+
+    def _gpus(self, record: NodeRecord, described: NodeDescription) -> tuple[GpuDescription, ...]:
+        """The cards with their health of now."""
+        return tuple(
+            gpu
+            if (card := record.cards[gpu.uuid]).health is GpuHealthState.HEALTHY
+            else gpu.model_copy(
+                update={
+                    "health": card.health,
+                    "health_reasons": (Reason.model_validate(card.out),) if card.out else (),
+                }
+            )
+            for gpu in described.gpus
         )
 
 
