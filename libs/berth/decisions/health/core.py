@@ -118,8 +118,6 @@ class InventoryCore(Core):
         record.description = request.description.model_dump(mode="json", exclude_defaults=True)
         self._described[name] = request.description
         record.cards = {gpu.uuid: record.cards.get(gpu.uuid) or Card(gpu.index) for gpu in request.description.gpus}
-        if record.quarantined:
-            record.quarantined, record.start_failures = False, []
         self._listen(name, now)
         self._count_heard()
         self._emit(
