@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 import asyncpg
 import pytest
+
 from berth.store.batch import BatchTransaction, CommitEntry
 from berth.store.database import Database
 from berth.store.errors import Deposed, InboxConflict

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import asyncpg
 import pytest
+
 from berth.store.database import Database
 from berth.store.errors import Deposed
 from berth.store.leader import Leadership

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+
 from berth.store.database import Database
 from berth.store.errors import NoSuchParked, OutOfOrder
 from berth.store.parked import (
