@@ -1,8 +1,8 @@
 """What the agent must still know after it was killed: commands it has answered, and reports nobody has confirmed.
 
-One file for all nodes of the process, so that one fsync serves them all. A record is a line: CRC32 in hex, a space, JSON.
-Appending is a plain write, which a killed process does not lose; `durable()` is for what others will be told: it waits
-until the disk has it. A torn last line (power loss) is dropped at load; a damaged line before it is an error.
+One file for all nodes of the process, so that one fsync serves them all. A record is a line: CRC32 in hex, a space,
+JSON. Appending is a plain write, which a killed process does not lose; `durable()` is for what others will be told: it
+waits until the disk has it. A torn last line (power loss) is dropped at load; a damaged line before it is an error.
 
 The journal keeps entries, not history: the newest record of each (kind, key) counts, a record without value removes it.
 Compaction writes the entries to a new file when the old one has grown to several times their size.
