@@ -1,8 +1,9 @@
 """What the agent must still know after it was killed: commands it has answered, and reports nobody has confirmed.
 
 One file for all nodes of the process, so that one fsync serves them all. A record is a line: CRC32 in hex, a space,
-JSON. Appending is a plain write, which a killed process does not lose; `durable()` is for what others will be told: it
-waits until the disk has it. A torn last line (power loss) is dropped at load; a damaged line before it is an error.
+JSON. Records are gathered and written together: `flush()` before anything is done that must be remembered (a killed
+process does not lose what is written), `durable()` before others are told (a power loss does not take it either).
+A torn last line is dropped at load; a damaged line before it is an error.
 
 The journal keeps entries, not history: the newest record of each (kind, key) counts, a record without value removes it.
 Compaction writes the entries to a new file when the old one has grown to several times their size.
@@ -44,8 +45,9 @@ class Journal:
         self._live_bytes: dict[tuple[str, str], int] = {}
         self._live_total = 0
         self._size = 0
+        self._unwritten: list[bytes] = []
         self._written = 0
-        """Records appended since opening."""
+        """Records put since opening."""
         self._synced = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._syncing: asyncio.Task[None] | None = None
@@ -59,7 +61,7 @@ class Journal:
 
     def entries(self, kind: str) -> Iterator[tuple[str, Json]]:
         """All entries of one kind, in the order they were first written."""
-        for (found, key), value in self._entries.items():
+        for (found, key), value in tuple(self._entries.items()):
             if found == kind:
                 yield key, value
 
@@ -69,7 +71,7 @@ class Journal:
     # -- writing
 
     def put(self, kind: str, key: str, value: Json) -> None:
-        """Set an entry; on disk for a killed process at once, for a power loss after `durable()`."""
+        """Set an entry."""
         self._append(kind, key, value)
 
     def remove(self, kind: str, key: str) -> None:
@@ -77,8 +79,18 @@ class Journal:
         if (kind, key) in self._entries:
             self._append(kind, key, None)
 
+    def flush(self) -> None:
+        """Write what was put; a killed process does not lose it."""
+        if self._unwritten:
+            data = b"".join(self._unwritten)
+            self._unwritten.clear()
+            written = os.write(self._fd, data)
+            while written < len(data):  # a nearly full disk
+                written += os.write(self._fd, data[written:])
+            self._size += len(data)
+
     async def durable(self) -> None:
-        """Return when all that was written so far survives a power loss. Callers at the same time share one fsync."""
+        """Return when all that was put so far survives a power loss. Callers at the same time share one fsync."""
         if self._synced >= self._written:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -95,8 +107,7 @@ class Journal:
 
     def _append(self, kind: str, key: str, value: Json | None) -> None:
         line = _line(kind, key, value)
-        os.write(self._fd, line)
-        self._size += len(line)
+        self._unwritten.append(line)
         self._written += 1
         self._apply(kind, key, value, len(line))
 
@@ -114,6 +125,7 @@ class Journal:
         try:
             while self._waiting:
                 reached = self._written
+                self.flush()
                 if self._size > max(self._compact_min_bytes, COMPACT_FACTOR * self._live_total):
                     self._compact()
                 else:

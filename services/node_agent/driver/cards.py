@@ -72,7 +72,9 @@ _SIZES_GIB: Final = (
 )
 """Sizes cards are sold in. What NVML reports is up to 7 % less: ECC and firmware take their part."""
 _NOISE: Final = frozenset(
-    ["nvidia", "tesla", "geforce", "quadro", "graphics", "device", "gpu", "generation", "laptop", "with", "max-q", "pcie", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "nvl", "hgx", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "edition", "server", "workstation"]
+    {"nvidia", "tesla", "geforce", "quadro", "graphics", "device", "gpu", "generation", "laptop", "with", "max", "q"}
+    | {"pcie", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "nvl", "hgx", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6"}
+    | {"edition", "server", "workstation"}
 )
 _MEMORY_WORD: Final = re.compile(r"^\d+g(i?b)?$")
 _LEGAL: Final = re.compile(r"[^A-Za-z0-9._+]")

@@ -18,6 +18,7 @@ def test_entries_are_there_after_a_kill(path: Path) -> None:
     first = Journal(path)
     first.put("command", "c1", {"answer": "done"})
     first.put("report", "r1", {"body": "x"})
+    first.flush()
     again = Journal(path)
     assert again.get("command", "c1") == {"answer": "done"}
     assert list(again.entries("report")) == [("r1", {"body": "x"})]
@@ -30,6 +31,7 @@ def test_newest_record_of_a_key_counts(path: Path) -> None:
     journal.put("worker", "gone", {"state": "running"})
     journal.remove("worker", "gone")
     journal.remove("worker", "never there")
+    journal.flush()
     assert list(Journal(path).entries("worker")) == [("w", {"state": "running"})]
 
 
@@ -38,15 +40,19 @@ def test_a_torn_tail_is_dropped_and_writing_goes_on(path: Path, cut: int) -> Non
     journal = Journal(path)
     journal.put("k", "whole", {})
     journal.put("k", "torn", {})
+    journal.flush()
     os.truncate(path, path.stat().st_size - cut)
     mended = Journal(path)
     assert [key for key, _ in mended.entries("k")] == ["whole"]
     mended.put("k", "after", {})
+    mended.flush()
     assert [key for key, _ in Journal(path).entries("k")] == ["whole", "after"]
 
 
 def test_a_last_line_of_garbage_is_a_torn_tail(path: Path) -> None:
-    Journal(path).put("k", "whole", {})
+    journal = Journal(path)
+    journal.put("k", "whole", {})
+    journal.flush()
     with path.open("ab") as file:
         file.write(b"\0\0\0\0\0\n")
     assert len(Journal(path)) == 1
@@ -56,6 +62,7 @@ def test_damage_before_the_tail_is_an_error(path: Path) -> None:
     journal = Journal(path)
     for n in range(3):
         journal.put("k", str(n), {})
+    journal.flush()
     data = bytearray(path.read_bytes())
     data[12] ^= 1
     path.write_bytes(data)
