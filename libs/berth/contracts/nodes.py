@@ -100,12 +100,17 @@ class RegisterNode(Wire):
 
 
 class NodeAccepted(Wire):
-    """Answer to `RegisterNode`: the session epoch, new at each registration, and the lease that telemetry renews."""
+    """Answer to `RegisterNode`: the session epoch, new at each registration, and the lease that telemetry renews.
+
+    pool_nodes: nodes of the pool; an agent that hosts or reaches more than half of them, none of which is heard, takes
+    it for an outage of the platform and lets its work go on. 0: not known, it then stops its work at the deadline.
+    """
 
     node: Token
     epoch: int
     lease_seconds: float
     telemetry_every_seconds: float
+    pool_nodes: int = 0
 
 
 class RegistrationRefused(Wire):
@@ -146,3 +151,4 @@ class LeaseRenewed(Wire):
     sequence: int
     lease_seconds: float
     register_again: bool = False
+    pool_nodes: int = 0

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from services.node_agent.process.runtime import WorkerLaunch
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-OWNED_PREFIX = "BERTH_"
 OWNED_NAMES = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"})
 """A job may not set these: they are its grant."""
-PASSED_PREFIXES = ("BERTH_CKPT_", "BERTH_RESUME_", "BERTH_GANG_", "BERTH_DATA_", "BERTH_MODEL_", "BERTH_PORT")
 MARKER = "BERTH_WORK_DIR"
 """Unique to a worker on this machine and inherited by all that it starts; how strays are found."""
 
@@ -35,11 +33,7 @@ def program_environment(launch: WorkerLaunch, *, work_dir: str, platform: Mappin
         platform: what the agent adds for every worker (checkpoint directories, rendezvous); wins over the job's own.
     """
     env = {"PATH": DEFAULT_PATH, "HOME": work_dir, "LANG": "C.UTF-8"}
-    env.update(
-        (name, value)
-        for name, value in launch.env.items()
-        if name not in OWNED_NAMES and (not name.startswith(OWNED_PREFIX) or name.startswith(PASSED_PREFIXES))
-    )
+    env.update((name, value) for name, value in launch.env.items() if name not in OWNED_NAMES)
     env.update(platform)
     env.update(device_variables(launch))
     env["BERTH_JOB_ID"] = launch.key.job_id

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class WorkerKey(NamedTuple):
@@ -35,6 +35,8 @@ class WorkerLaunch:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     """What the job asked for; names that the agent sets itself are not taken from here."""
+    platform_env: Mapping[str, str] = field(default_factory=dict)
+    """What the platform says of this job; wins over `env`."""
     gpu_uuids: Sequence[str] = ()
     gpu_indices: Sequence[int] = ()
     """Same cards in the node's own numbering; used only with `device_naming` index."""
@@ -43,8 +45,8 @@ class WorkerLaunch:
     """Empty: a directory of its own for each attempt."""
     grace_seconds: float = 30.0
     """From SIGTERM to SIGKILL when nobody says otherwise."""
-    extra: Mapping[str, str] = field(default_factory=dict)
-    """What the agent wants to find again after a restart; kept in the worker's record, never shown to the program."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """JSON the agent wants to find again after a restart; kept in the worker's record, not shown to the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class RunningWorker:
     started_at_ns: int
     """Wall clock of the node; information, never a basis for decisions."""
     gpu_uuids: tuple[str, ...] = ()
-    extra: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class WorkerExit:
     max_rss_kib: int = 0
     log_bytes: int = 0
     gpu_uuids: tuple[str, ...] = ()
-    extra: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

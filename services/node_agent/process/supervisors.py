@@ -109,7 +109,7 @@ class Supervisors:
             str(directory),
             launch.cwd or str(work_dir),
             list(launch.argv),
-            program_environment(launch, work_dir=str(work_dir), platform=self._platform_env),
+            program_environment(launch, work_dir=str(work_dir), platform={**self._platform_env, **launch.platform_env}),
             json.dumps(_spec(launch)),
             str(self._lease_path(launch.node)),
             self._deadlines.get(launch.node, 0),
