@@ -10,8 +10,9 @@ from berth.store.retry import as_store_error, is_retryable
 
 
 def sql_error(state: str, message: str = "said the server") -> asyncpg.PostgresError:
-    kind = type("ServerError", (asyncpg.PostgresError,), {"sqlstate": state})
-    error: asyncpg.PostgresError = kind(message)
+    """The error that the driver makes of a server's answer."""
+    error = asyncpg.PostgresError.new({"S": "ERROR", "C": state, "M": message})
+    assert isinstance(error, asyncpg.PostgresError)
     return error
 
 
