@@ -235,7 +235,8 @@ SYNC_CALLS: Final = "fsync,fdatasync,sync_file_range,msync,sync,syncfs"
 # files, written once for each time they are opened, so that the opening counts as one sync.
 _OPENS_SYNCED: Final = re.compile(r"\bopen(?:at)?\(.*\bO_D?SYNC\b.* = \d+")
 _LINE: Final = re.compile(r"^(\d+)\s+(\d+\.\d+) (?:<\.\.\. )?(\w+)")
-_PATH: Final = re.compile(r"<([^>]*)>|\"([^\"]*)\"")
+_QUOTED: Final = re.compile(r'"([^"]*)"')
+_DECODED: Final = re.compile(r"<([^>]*)>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +273,11 @@ class SyncTrace:
                 head = _LINE.match(line)
                 if head is None or "resumed>" in line[:64]:
                     continue
-                if head[3].startswith("open") and _OPENS_SYNCED.search(line) is None:
+                is_open = head[3].startswith("open")
+                if is_open and _OPENS_SYNCED.search(line) is None:
                     continue
-                path = _PATH.search(line, head.end())
-                self.syncs.append(Sync(float(head[2]), int(head[1]), (path[1] or path[2] or "") if path else ""))
+                path = (_QUOTED if is_open else _DECODED).search(line, head.end())
+                self.syncs.append(Sync(float(head[2]), int(head[1]), path[1] if path else ""))
         return self
 
     def between(self, began: float, ended: float) -> list[Sync]:
