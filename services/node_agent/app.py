@@ -23,7 +23,6 @@ from berth.contracts.commands import LaunchWorkers
 from berth.contracts.requests import SecretsAnswer, SecretsQuestion
 from berth.runtime.process import ServiceContext, ServiceExit, run_service
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.commands import CommandLoop, exit_loop
 from services.node_agent.deps import Deps, PlatformClock
 from services.node_agent.driver.base import GpuDriver

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.deps import Deps
 from services.node_agent.driver.base import GpuDriverError, GpuTelemetry, Tier
 from services.node_agent.node import Node

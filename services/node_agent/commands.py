@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from berth.bus.message import Message
 from berth.bus.multi_puller import MultiPuller
 from berth.contracts.commands import LaunchWorkers, ReconcileNode, StopWorkers
 from berth.contracts.envelope import HEADER_TRACE, HEADER_TYPE, Envelope, UnknownTypeError, decode
 from berth.telemetry.logs import get_logger
 from berth.telemetry.tracing import BatchSpan, batch_span, event_span
-from pydantic import ValidationError
-
 from services.node_agent.deps import Deps
 from services.node_agent.handlers.launch import on_launch_workers
 from services.node_agent.handlers.reconcile import on_reconcile_node

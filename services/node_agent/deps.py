@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from berth.contracts.commands import LaunchWorkers
-
 from services.node_agent.journal import Journal
 from services.node_agent.node import Node
 from services.node_agent.process.runtime import WorkerRuntime

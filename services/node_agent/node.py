@@ -14,7 +14,6 @@ from berth.contracts.base import TOKEN
 from berth.contracts.events import GpuConditionReported
 from berth.contracts.nodes import GpuDescription, MigLayout, NodeDescription, RegisterNode, WorkerReport
 from berth.contracts.reasons import Reason
-
 from services.node_agent.driver.base import GpuDriver, GpuInfo, MigState, Topology
 from services.node_agent.journal import Journal
 from services.node_agent.process.runtime import WorkerKey

@@ -10,12 +10,12 @@ from typing import Final
 from urllib.parse import quote
 
 import orjson
+
 from berth.bus.errors import TransientError
 from berth.bus.publisher import Outgoing, Publisher, PubResult
 from berth.contracts import subjects
 from berth.contracts.envelope import HEADER_TENANT, HEADER_TRACE, HEADER_TYPE, Fact
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.journal import Journal
 from services.node_agent.workers import Report, Worker
 

@@ -11,7 +11,6 @@ from datetime import datetime
 
 from berth.contracts.commands import LaunchWorkers, ReconcileNode, StopWorkers
 from berth.contracts.reasons import Code, Reason, because
-
 from services.node_agent.workers import Worker
 
 WHOLE_CARD_MILLI = 1000

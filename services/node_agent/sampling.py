@@ -10,7 +10,6 @@ from typing import Final
 
 from berth.contracts.nodes import GpuReading, TelemetryFrame
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.cleaning import tell_condition, watch_cleanliness
 from services.node_agent.deps import Deps
 from services.node_agent.driver.base import FaultKind, GpuDriverError, GpuHealth, GpuTelemetry, HealthLevel, Tier

@@ -16,6 +16,8 @@ from datetime import datetime
 from typing import Any, Final
 
 import orjson
+from pydantic import ValidationError
+
 from berth.bus import jsapi
 from berth.bus.connection import Connection, Subscription
 from berth.bus.errors import BusError
@@ -23,8 +25,6 @@ from berth.bus.provision import node_consumer
 from berth.contracts import subjects
 from berth.contracts.nodes import LeaseRenewed, NodeAccepted
 from berth.telemetry.logs import get_logger
-from pydantic import ValidationError
-
 from services.node_agent.deps import Deps
 from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.stop import stop_worker

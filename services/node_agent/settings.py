@@ -7,9 +7,9 @@ import socket
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from berth.runtime.settings import BerthSettings
 from pydantic import Field, field_validator
 
+from berth.runtime.settings import BerthSettings
 from services.node_agent.driver.sim import SimSpec
 
 NVML: Final = "nvml"

@@ -10,7 +10,6 @@ from typing import Any, Final, TypedDict
 
 from berth.contracts.events import WorkerExited, WorkerReleased, WorkerStarted
 from berth.contracts.reasons import Code, Reason, because
-
 from services.node_agent.process.runtime import StartRefused, WorkerExit, WorkerKey
 
 

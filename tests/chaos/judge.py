@@ -239,5 +239,7 @@ def judge_ledger(runs: Sequence[Run], uses: Sequence[Use], placed: Sequence[Plac
         ended = run.ended_wall_ns  # the record hears of a release after it happened, never before
         if held.released_s is not None and ended is not None and held.released_s < ended / 1e9:
             early = ended / 1e9 - held.released_s
-            found.append(Violation("a card is free when its program is gone", f"{run.name}: released {early:.3f} s early"))
+            found.append(
+                Violation("a card is free when its program is gone", f"{run.name}: released {early:.3f} s early")
+            )
     return found

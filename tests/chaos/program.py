@@ -16,7 +16,6 @@ import time
 from typing import NoReturn
 
 # pathlib and json would cost more than all the rest, hence:
-# ruff: noqa: PTH123
 
 EXIT_FAILED = 3
 EXIT_TERMINATED = 143

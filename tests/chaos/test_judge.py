@@ -10,7 +10,9 @@ from tests.chaos.judge import Asked, Placed, Use, Violation, judge_ledger, judge
 from tests.chaos.records import Run, runs_of
 
 
-def a_run(job: str = "j-1", *, attempt: int = 1, worker: int = 0, fence: int = 1, at: int = 0, code: int | None = 0) -> Run:
+def a_run(
+    job: str = "j-1", *, attempt: int = 1, worker: int = 0, fence: int = 1, at: int = 0, code: int | None = 0
+) -> Run:
     return Run(
         job=job,
         attempt=attempt,

@@ -42,7 +42,7 @@ EXPECTED: Final = {
 console = Console(highlight=False)
 
 
-class DemoFailed(Exception):  # noqa: N818
+class DemoFailed(Exception):
     """Something did not go as it should; says what to look at."""
 
 
@@ -50,7 +50,9 @@ def run_demo(home: Path | None, *, keep: bool) -> int:
     """Run it; the exit status."""
     layout = Layout(home or Path.cwd() / ".berth" / "demo")
     if is_supervised(layout):
-        console.print(f"[red]a demo is running in {layout.home} already[/]; wait for it, or `berth down --home {layout.home}`")
+        console.print(
+            f"[red]a demo is running in {layout.home} already[/]; wait for it, or `berth down --home {layout.home}`"
+        )
         return 1
     if home is None:
         shutil.rmtree(layout.home, ignore_errors=True)
@@ -112,7 +114,9 @@ class _Demo:
         console.print(table)
 
     def _submit(self) -> None:
-        _say("submitting: a training gang of 2 workers x 4 GPUs, a job that fails once, one to be cancelled, 20 small ones")
+        _say(
+            "submitting: a training gang of 2 workers x 4 GPUs, a job that fails once, one to be cancelled, 20 small ones"
+        )
         for name in ("train", "flaky", "long", "whole-pool"):
             self._submit_file(EXAMPLES / f"{name}.yaml")
         self._submit_file(EXAMPLES / "batch.yaml")
@@ -157,7 +161,11 @@ class _Demo:
 
         def is_back() -> bool:
             now = read_state(self.layout)
-            return now is not None and now.processes.get(service, pid) != pid and self.layout.service_file(service).exists()
+            return (
+                now is not None
+                and now.processes.get(service, pid) != pid
+                and self.layout.service_file(service).exists()
+            )
 
         _until(f"{service} is back", is_back)
         now = read_state(self.layout)
@@ -188,13 +196,13 @@ class _Demo:
         for job in sorted(self._jobs(), key=lambda job: job.name):
             waited = "" if job.waited_seconds is None else f"{job.waited_seconds:.1f} s"
             nodes = sorted({a.node for attempt in job.attempts for a in attempt.assignments}) or list(job.nodes)
-            table.add_row(
-                job.name, job.job_class, waited, str(job.attempt), ", ".join(nodes), str(job.gpus), job.state
-            )
+            table.add_row(job.name, job.job_class, waited, str(job.attempt), ", ".join(nodes), str(job.gpus), job.state)
         console.print(table)
 
     def _show_trace(self, name: str) -> None:
-        _say(f"the trace of {name}, which was retried: one trace id, a span from each service on its path (`berth trace {name}`)")
+        _say(
+            f"the trace of {name}, which was retried: one trace id, a span from each service on its path (`berth trace {name}`)"
+        )
         needed = {"gateway", "admission", "placement", "lifecycle", "node_agent"}
 
         def is_whole() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.deps import Deps
 from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.ends import end_without_start, on_worker_exit, release, tell_again

@@ -6,7 +6,6 @@ import asyncio
 from functools import partial
 
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.cleaning import settle_cards
 from services.node_agent.deps import Deps
 from services.node_agent.driver.sim import SimDriver

@@ -9,7 +9,6 @@ from berth.contracts.commands import LaunchWorkers, WorkerPlan
 from berth.contracts.envelope import Envelope
 from berth.contracts.reasons import Code, because
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.deps import Deps
 from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.ends import end_without_start, tell_again

@@ -5,7 +5,6 @@ from __future__ import annotations
 from berth.contracts.commands import ReconcileNode
 from berth.contracts.envelope import Envelope
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.deps import Deps
 from services.node_agent.handlers.refusals import refuse
 from services.node_agent.handlers.stop import stop_worker

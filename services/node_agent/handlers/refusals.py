@@ -7,7 +7,6 @@ from berth.contracts.envelope import Envelope
 from berth.contracts.events import CommandRefused
 from berth.contracts.reasons import Reason
 from berth.telemetry.logs import get_logger
-
 from services.node_agent.deps import Deps
 from services.node_agent.node import Node
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Literal, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from berth.bus.connection import CoreMessage
 from berth.bus.errors import RequestFailed
 from berth.contracts.requests import LogAnswer, LogQuestion
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from services.node_agent.deps import Deps
 from services.node_agent.driver.base import GpuDriverError
 from services.node_agent.driver.sim import SimDriver

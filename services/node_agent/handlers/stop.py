@@ -5,7 +5,6 @@ from __future__ import annotations
 from berth.contracts.commands import StopWorkers
 from berth.contracts.envelope import Envelope
 from berth.contracts.reasons import Code, because
-
 from services.node_agent.deps import Deps
 from services.node_agent.handlers.ends import tell_again
 from services.node_agent.handlers.refusals import refuse

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from berth.bus import ConsumerMissing, Message, Publisher, Puller, TransientError, jsapi
+from berth.bus import ConsumerMissing, Publisher, Puller, TransientError, jsapi
 from berth.bus.permissions import PROVISIONER
 from berth.bus.provision import (
     EVENTS,
@@ -160,7 +160,7 @@ async def test_reset_drops_what_waits_to_be_taken(nats: NatsPlatform) -> None:
     await Publisher(await nats.connect("lifecycle")).publish(events(10), 5)
     async with Puller(await nats.connect("audit"), EVENTS, "audit", contiguous=True) as puller:
         async with asyncio.timeout(5):
-            while puller.last_received != 10:  # noqa: ASYNC110  # taking them is the event, and must not happen here
+            while puller.last_received != 10:  # taking them is the event, and must not happen here
                 await asyncio.sleep(0.01)
         await puller.reset(8)
         assert [m.stream_seq for m in await take(puller, 2)] == [9, 10]

@@ -43,7 +43,7 @@ async def until(condition: object, seconds: float = 10.0) -> None:
     """Poll what has no event of its own (files and processes of other people)."""
     assert callable(condition)
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 
