@@ -15,6 +15,7 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
     "admission": (
         events.JobSubmitted,
         events.JobCancelRequested,
+        events.JobCancelled,
         events.PolicyProposed,
         events.NodeChanged,
     ),
