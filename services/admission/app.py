@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -43,12 +44,12 @@ async def main(context: ServiceContext[Settings]) -> None:
 
 def _check(question: PolicyCheckQuestion) -> PolicyCheckAnswer:
     problems = check(question.document)
-    return PolicyCheckAnswer(is_valid=not problems, problems=tuple(problem.as_dict() for problem in problems))
+    return PolicyCheckAnswer(is_valid=not problems, problems=tuple(problem.to_json() for problem in problems))
 
 
 async def _propose_first(service: EventService[CoreHandler[AdmissionCore]], path: Path, pool: str) -> None:
     """Hand in the platform's first policy; later ones come through the gateway and this file is not looked at again."""
-    document = yaml.safe_load(path.read_text())
+    document = yaml.safe_load(await asyncio.to_thread(path.read_text))
 
     def propose(handler: CoreHandler[AdmissionCore], now: datetime) -> None:
         if handler.core.policy_version == 0:

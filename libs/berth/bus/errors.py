@@ -17,7 +17,7 @@
 Every `TransientError` means "maybe done". Retries are safe because message ids are deterministic.
 """
 
-# ruff: noqa: N818  # named for what happened, as everywhere in this package
+# named for what happened, as everywhere in this package
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Self
 
 from berth.bus import jsapi, wire
 from berth.bus.connection import Connection, Subscription
-from berth.bus.errors import BusError, ConsumerMissing, Disconnected, NoStream
+from berth.bus.errors import BusError, DeadlineExceeded, Disconnected
 from berth.bus.message import Message, read_message
 from berth.bus.puller import Inbox
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_GRACE_S = 2.0
 _RESETS_AT_ONCE = 32
+_RESET_ATTEMPTS = 5
 
 
 @dataclass(slots=True)
@@ -296,16 +297,16 @@ class MultiPuller:
 
         async def reset(lane: _Lane) -> None:
             async with limit:
-                for delay_s in (0.1, 0.3, 1.0, 0.0):
+                for _ in range(_RESET_ATTEMPTS):
                     try:
-                        await jsapi.call(self._bus, f"CONSUMER.RESET.{self.stream}.{lane.consumer}")
+                        await jsapi.call(self._bus, f"CONSUMER.RESET.{self.stream}.{lane.consumer}", timeout=1.0)
                         self.counters.resets += 1
                         return
-                    except (ConsumerMissing, NoStream):
-                        return  # the request that follows finds it missing
+                    except DeadlineExceeded:
+                        return  # the consumer is missing; the pull request that follows finds out
                     except BusError as error:
                         log.debug("reset of %s: %s", lane.consumer, error)
-                        await asyncio.sleep(delay_s)
+                        await asyncio.sleep(0.2)
 
         await asyncio.gather(*(reset(lane) for lane in list(self._by_token.values())))
         self._is_paused = False

@@ -445,10 +445,10 @@ class Puller:
         """
         self._is_paused = True
         await self._stop_listening()
+        name = f"{self.stream}.{self.consumer}"
+        await jsapi.call(self._bus, f"CONSUMER.INFO.{name}")  # a reset of a missing consumer gets no answer at all
         await jsapi.call(
-            self._bus,
-            f"CONSUMER.RESET.{self.stream}.{self.consumer}",
-            {"seq": position + 1} if position is not None else None,
+            self._bus, f"CONSUMER.RESET.{name}", {"seq": position + 1} if position is not None else None, timeout=2.0
         )
         self.counters.resets += 1
         self._expected_seq, self._last_seq = 1, position

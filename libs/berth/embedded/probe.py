@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from berth.embedded.layout import Layout
 
 
-class NotReady(Exception):  # noqa: N818
+class NotReady(Exception):
     """A process did not become ready in time; names it, its reason and its log."""
 
 

@@ -73,8 +73,8 @@ async def _start_nats(server: NatsServer, settings: PlatformSettings) -> None:
     from berth.bus.connection import Connection
     from berth.bus.permissions import PROVISIONER
     from berth.bus.provision import berth_topology, ensure_node_consumers, provision
-    from berth.embedded.fleet import node_names
     from berth.contracts.consumers import consumer_filters
+    from berth.embedded.fleet import node_names
 
     await server.start(detached=True)
     async with Connection(server.settings(PROVISIONER)) as bus:

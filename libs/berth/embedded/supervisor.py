@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
-from berth.embedded.layout import SERVICES, STATEFUL, Layout
+from berth.embedded.layout import SERVICES, Layout
 
 READY_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 12.0

@@ -63,7 +63,7 @@ cost more than the pass."""
 Answered = TypeVar("Answered")
 
 
-class PoisonMessage(Exception):  # noqa: N818
+class PoisonMessage(Exception):
     """A message that can never be taken in as it is; the operator gets it with this reason."""
 
 
@@ -340,7 +340,7 @@ class EventService(Generic[H]):
             except Exception as error:
                 self._database.parked_changed.set()
                 self._metrics.commit_failures.labels("defect").inc()
-                self._log.exception("batch failed", messages=len(messages))
+                self._log.error("batch failed", messages=len(messages), error=error)
                 if not messages:
                     raise
                 self._handler = await self._loaded()
@@ -537,7 +537,17 @@ class EventService(Generic[H]):
 def _taken(message: Message) -> _Taken:
     tokens = message.subject.split(".")
     entity = tokens[4] if len(tokens) > 5 else message.subject
-    return _Taken(message, message.header(HEADER_ID) or f"{message.subject}@{message.stream_seq}", entity)
+    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity)
+
+
+def _id_inside(message: Message) -> str:
+    """The event id of a message that came without the header; its place in the stream where it has none either."""
+    try:
+        envelope = orjson.loads(message.data)
+    except orjson.JSONDecodeError:
+        envelope = None
+    found = envelope.get("id") if isinstance(envelope, dict) else None
+    return found if isinstance(found, str) and found else f"{message.subject}@{message.stream_seq}"
 
 
 def _replayed(replay: Parked) -> Message:

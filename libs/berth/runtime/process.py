@@ -39,7 +39,7 @@ EXIT_NOT_STOPPED: Final = 70
 S = TypeVar("S", bound=BerthSettings)
 
 
-class ServiceExit(Exception):  # noqa: N818 - not an error
+class ServiceExit(Exception):
     """Raised by a service to leave with a code of its own, such as after losing its leadership."""
 
     def __init__(self, code: int, reason: str) -> None:
@@ -47,7 +47,7 @@ class ServiceExit(Exception):  # noqa: N818 - not an error
         self.code = code
 
 
-class CriticalTaskEnded(Exception):  # noqa: N818
+class CriticalTaskEnded(Exception):
     """A task that should run as long as the process has returned."""
 
 

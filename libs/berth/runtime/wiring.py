@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -29,6 +30,7 @@ Q = TypeVar("Q", bound=BaseModel)
 
 CHECKS = ("bus", "database", "leader")
 """Readiness checks of a stateful service. A standby is ready: it leads when it is needed."""
+STANDBY_SECONDS: Final = 5.0
 
 
 def bus_settings(settings: BerthSettings, *, service: str, user: str) -> BusSettings:
@@ -84,11 +86,18 @@ def event_service(
         connection=parts.connection,
         make_leadership=lambda: Leadership(store, service),
         metrics=parts.metrics,
-        on_leading=lambda leads: context.health.set("leader", None if leads else None),
+        on_leading=lambda _: context.health.set("leader", None),
     )
+    context.background("stand by", _stand_by(context))
     context.critical("housekeeping", keep_house(parts.database))
     made.serve("parked", ParkedAnswers(parts.database).answer)
     return made
+
+
+async def _stand_by(context: ServiceContext[Any]) -> None:
+    """A process that has not become leader by now is a standby, and ready as such."""
+    await asyncio.sleep(STANDBY_SECONDS)
+    context.health.set("leader", None)
 
 
 def answering(question: type[Q], answer: Callable[[Q], Any]) -> Callable[[CoreMessage], Any]:

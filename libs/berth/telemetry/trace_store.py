@@ -23,7 +23,7 @@ MAX_REQUEST_BYTES: Final = 8 * 1024 * 1024
 _KINDS: Final = ("unspecified", "internal", "server", "client", "producer", "consumer")
 
 
-class MalformedTraces(ValueError):  # noqa: N818
+class MalformedTraces(ValueError):
     """The bytes are no OTLP trace request, or more than we take."""
 
 

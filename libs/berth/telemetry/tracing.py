@@ -354,7 +354,7 @@ def event_span(
     return batch.start_event(name, context, own)
 
 
-def _start_batch(  # noqa: PLR0917
+def _start_batch(
     tracer: "Tracer", consumer: str, creators: list[str | None], count: int, destination: str, operation: str
 ) -> BatchSpan:
     from opentelemetry.context import Context

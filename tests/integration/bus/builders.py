@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from berth.bus import Message, Outgoing, Puller
 
 
-def an_event(entity: str, *, kind: str = "job", fact: str = "running", version: int = 1, data: bytes = b"{}") -> Outgoing:
+def an_event(
+    entity: str, *, kind: str = "job", fact: str = "running", version: int = 1, data: bytes = b"{}"
+) -> Outgoing:
     """A fact of one entity; its id follows from entity, version and fact."""
     return Outgoing(
         f"berth.evt.default.{kind}.{entity}.{fact}", data, f"{entity}.{version}.{fact}", {"Berth-Type": f"{fact}.1"}

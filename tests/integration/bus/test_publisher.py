@@ -9,13 +9,11 @@ from berth.bus import (
     DeadlineExceeded,
     Disconnected,
     NoStream,
-    Outgoing,
     PermissionDenied,
     Publisher,
     PublishRefused,
     Puller,
     StreamFull,
-    TransientError,
     jsapi,
 )
 from berth.bus.permissions import PROVISIONER
@@ -160,13 +158,17 @@ async def test_unacceptable_messages_are_refused_alone(nats: NatsPlatform) -> No
     assert [type(result.error) for result in results] == [PublishRefused] * 5 + [type(None)]
 
 
-async def test_unknown_stream_fails_at_the_deadline_and_says_why(nats: NatsPlatform) -> None:
-    async with asyncio.timeout(3):
-        [result] = await Publisher(await nats.connect("provisioner")).publish(
-            [Outgoing("$JS.API.nothing.here", b"", "x")], 0.3
-        )
+async def test_missing_stream_is_waited_for(nats: NatsPlatform) -> None:
+    admin = await nats.connect(PROVISIONER)
+    await jsapi.call(admin, f"STREAM.DELETE.{EVENTS}")
+    publisher = Publisher(await nats.connect("lifecycle"))
 
-    assert isinstance(result.error, (NoStream, TransientError, PublishRefused))
+    few, many = await publisher.publish(events(3), 0.2), await publisher.publish(events(30), 0.2)
+    assert all(isinstance(result.error, NoStream) for result in [*few, *many])
+
+    waiting = asyncio.create_task(publisher.publish(events(30), 10))
+    await provision(admin, berth_topology({}))
+    assert [result.seq for result in await waiting] == list(range(1, 31))
 
 
 async def test_full_stream_is_transient_and_goes_on_when_there_is_room(nats: NatsPlatform) -> None:

@@ -1,4 +1,3 @@
-import asyncio
 from berth.store.database import Database
 from berth.store.outbox import OutboxRow
 

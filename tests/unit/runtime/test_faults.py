@@ -6,10 +6,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
 from berth.runtime.faults import arm, fault_point, parse_fault_point
 
 
-class Killed(Exception):  # noqa: N818
+class Killed(Exception):
     """Stands for the death of the process."""
 
 

@@ -4,11 +4,12 @@ import os
 from pathlib import Path
 
 import httpx
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
 from berth.runtime.health import Health
 from berth.runtime.http import HealthServer, remove_run_file, write_run_file
 from berth.telemetry.metrics import exemplar, histogram, new_registry
 from berth.telemetry.traceparent import new_traceparent
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 
 async def test_liveness_and_readiness_say_why() -> None:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import Field
+
 from berth.runtime.settings import (
     EXIT_BAD_CONFIGURATION,
     BerthSettings,
@@ -14,7 +16,6 @@ from berth.runtime.settings import (
     load_settings_or_exit,
     settings_table,
 )
-from pydantic import Field
 
 
 class PassSettings(BerthSettings):

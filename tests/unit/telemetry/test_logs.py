@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 
 import orjson
 import pytest
+
 from berth.telemetry.logs import configure_logging, get_logger, is_secret_name
 from berth.telemetry.traceparent import new_traceparent, trace_id_of
 

@@ -1,5 +1,9 @@
 import math
 
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
 from berth.telemetry.metrics import (
     OTHER,
     BoundedLabel,
@@ -10,9 +14,6 @@ from berth.telemetry.metrics import (
     new_registry,
 )
 from berth.telemetry.traceparent import new_traceparent
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.openmetrics.exposition import generate_latest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 
 def scraped(registry: CollectorRegistry) -> dict[str, Metric]:

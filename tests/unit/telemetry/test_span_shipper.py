@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
 from berth.telemetry.trace_store import SpanRecord, decode_export_request
 from berth.telemetry.tracing import init_tracing, root_span, shutdown_tracing
 

@@ -2,6 +2,10 @@ import gzip
 import json
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from berth.telemetry.trace_store import (
     MAX_REQUEST_BYTES,
     MalformedTraces,
@@ -11,9 +15,6 @@ from berth.telemetry.trace_store import (
 )
 from berth.telemetry.trace_store import trace_rows as rows_of
 from berth.telemetry.tracing import batch_span, event_span, init_tracing, root_span, shutdown_tracing
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 
 class Sampling:

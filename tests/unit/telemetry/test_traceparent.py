@@ -1,4 +1,5 @@
 import pytest
+
 from berth.telemetry.traceparent import (
     TraceParent,
     is_sampled,

@@ -3,6 +3,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
 from berth.telemetry.traceparent import is_sampled, new_traceparent, parse_traceparent, trace_id_of
 from berth.telemetry.tracing import (
     MAX_LINKS,
@@ -15,10 +20,6 @@ from berth.telemetry.tracing import (
     shutdown_tracing,
     start_root_span,
 )
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
 
 SERVICE = "placement"
 
