@@ -1,4 +1,4 @@
-"""What the gateway needs of the policy in force: who the tenants are, which cards exist, and upper bounds.
+"""What the gateway checks of a submission against the policy in force: tenants, card types, upper bounds.
 
 Only a courtesy to the user, who hears at once what admission would say later; admission judges again.
 """
@@ -9,112 +9,75 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from berth.contracts.base import parse_duration
+from pydantic import ValidationError
+
 from berth.contracts.jobs import JobSpec
+from berth.decisions.policy.document import Policy
 from services.gateway.problems import Fault, shown
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyView:
-    """A policy document as far as submissions are concerned. None: the policy does not say.
-
-    idempotency_window_seconds: how long a key stands for its submission.
-    """
+    """The policy in force, and the card types that nodes have reported. version 0: none is known yet."""
 
     version: int = 0
-    tenants: frozenset[str] | None = None
-    card_types: frozenset[str] | None = None
-    gpus_per_job: int | None = None
-    workers_per_job: int | None = None
-    priority_max: int | None = None
-    name_length: int | None = None
-    idempotency_window_seconds: int = 86400
-    document: Mapping[str, Any] = field(default_factory=dict)
+    policy: Policy = field(default_factory=Policy)
+    installed: frozenset[str] = frozenset()
 
     @classmethod
-    def from_document(cls, version: int, document: Mapping[str, Any]) -> PolicyView:
-        """Read leniently: admission has checked the document, and a newer one may say more than we know."""
-        limits = _mapping(document.get("limits"))
-        window = _mapping(document.get("idempotency")).get("window", 86400)
+    def from_document(cls, version: int, document: Mapping[str, Any], installed: frozenset[str]) -> PolicyView:
+        """A document this program cannot read (a newer one wrote it) checks nothing here; admission still does."""
         try:
-            seconds = parse_duration(window)
-        except ValueError:
-            seconds = 86400
-        return cls(
-            version=version,
-            tenants=_names(document.get("tenants")),
-            card_types=_names(document.get("card_types")),
-            gpus_per_job=_whole(limits.get("gpus_per_job")),
-            workers_per_job=_whole(limits.get("workers_per_job")),
-            priority_max=_whole(limits.get("priority_max")),
-            name_length=_whole(limits.get("name_length")),
-            idempotency_window_seconds=seconds if isinstance(seconds, int) and seconds > 0 else 86400,
-            document=document,
-        )
+            return cls(version, Policy.from_document(document), installed)
+        except ValidationError:
+            return cls(version, Policy(), installed)
 
+    @property
+    def card_types(self) -> frozenset[str]:
+        """What a job may ask for; empty: not known."""
+        return frozenset(self.policy.card_types) or self.installed
 
-def policy_faults(spec: JobSpec, policy: PolicyView, installed: frozenset[str] | None = None) -> list[Fault]:
-    """What the policy in force makes of a well-formed job: faults of single fields, none where all is well.
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Who may own jobs; empty: not known."""
+        return frozenset(self.policy.tenants)
 
-    installed: card types that nodes have reported; used where the policy lists none.
-    """
-    faults: list[Fault] = []
-    if policy.tenants is not None and spec.tenant not in policy.tenants:
-        faults.append(
-            Fault(
-                "unknown_tenant",
-                ("tenant",),
-                "is not a tenant of this pool",
-                "ask an operator to add it to the policy, or name another tenant",
-                shown(spec.tenant),
-            )
-        )
-    known = policy.card_types if policy.card_types else installed
-    if known:
-        for place, card_type in enumerate(spec.types):
-            if card_type not in known:
-                faults.append(
-                    Fault(
-                        "unknown_card_type",
-                        ("types", place),
-                        "is no card type of this pool",
-                        f"use one of {', '.join(sorted(known))}",
-                        shown(card_type),
-                    )
+    @property
+    def key_seconds(self) -> int:
+        """How long an idempotency key is kept."""
+        return self.policy.idempotency.window
+
+    def faults(self, spec: JobSpec) -> list[Fault]:
+        """What the policy makes of a well-formed job: faults of single fields, none where all is well."""
+        faults: list[Fault] = []
+        if self.tenants and spec.tenant not in self.tenants:
+            faults.append(
+                Fault(
+                    "unknown_tenant",
+                    ("tenant",),
+                    "is not a tenant of this pool",
+                    "name another tenant, or ask an operator to add it to the policy",
+                    shown(spec.tenant),
                 )
-    faults += _limit(("gpus" if spec.gpus is not None else "workers",), spec.total_gpus, policy.gpus_per_job, "GPUs")
-    faults += _limit(("roles" if spec.roles else "workers",), spec.total_workers, policy.workers_per_job, "workers")
-    faults += _limit(("priority",), spec.priority, policy.priority_max, "as priority")
-    faults += _limit(("name",), len(spec.name), policy.name_length, "characters")
-    return faults
+            )
+        if self.card_types:
+            for place, card_type in enumerate(spec.types):
+                if card_type not in self.card_types:
+                    remedy = f"use one of {', '.join(sorted(self.card_types))}"
+                    detail = "is no card type of this pool"
+                    faults.append(Fault("unknown_card_type", ("types", place), detail, remedy, shown(card_type)))
+        limits = self.policy.for_class(spec.job_class).limits
+        by_workers = "roles" if spec.roles else "workers"
+        by_gpus = "gpus" if spec.gpus is not None else by_workers
+        faults += _over(by_workers, spec.total_workers, limits.workers_per_job, "workers are")
+        faults += _over(by_gpus, spec.total_gpus, limits.gpus_per_job, "GPUs in all are")
+        faults += _over("priority", spec.priority, limits.priority_max, "is")
+        faults += _over("name", len(spec.name), limits.name_length, "characters are")
+        return faults
 
 
-def _limit(path: tuple[str, ...], asked: int, limit: int | None, what: str) -> list[Fault]:
+def _over(field: str, asked: int, limit: int | None, words: str) -> list[Fault]:
     if limit is None or asked <= limit:
         return []
-    return [
-        Fault(
-            "over_limit",
-            path,
-            f"{asked} {what} are above the limit of {limit}",
-            f"ask for at most {limit}, or have an operator raise the limit",
-            str(asked),
-        )
-    ]
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _names(value: Any) -> frozenset[str] | None:
-    """Names of a list of `{name: ...}`, of plain names, or of a mapping by name."""
-    if isinstance(value, Mapping):
-        return frozenset(str(name) for name in value)
-    if isinstance(value, list):
-        return frozenset(str(item.get("name")) if isinstance(item, Mapping) else str(item) for item in value)
-    return None
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    remedy = f"ask for at most {limit}, or have an operator raise the limit"
+    return [Fault("over_limit", (field,), f"{asked} {words} above the limit of {limit}", remedy, str(asked))]

@@ -1,8 +1,8 @@
 """Every "no" of the API as an RFC 9457 problem document: stable code, field as the user wrote it, value, remedy.
 
-    ApiError                what a route raises; becomes one `application/problem+json` answer
-      invalid(faults)       422, one or more faults of the body
-      refused(code, ...)    everything else
+ApiError                what a route raises; becomes one `application/problem+json` answer
+  invalid(faults)       422, one or more faults of the body
+  refused(code, ...)    everything else
 """
 
 from __future__ import annotations

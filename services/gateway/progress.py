@@ -89,7 +89,7 @@ class JobProgress:
         if self.is_final and not isinstance(data, ev.AttemptEnded):
             return False
         handler = _HANDLERS.get(type(data))
-        return handler(self, data, event.time) if handler is not None else False
+        return handler is not None and bool(handler(self, data, event.time))
 
     def hear(self, node: str, *, is_silent: bool) -> bool:
         """A node of this job fell silent or is heard again; whether anything changed."""
@@ -116,9 +116,9 @@ class JobProgress:
             self.waits_since = None
 
     def _attempt(self, number: int) -> dict[str, Any]:
-        for attempt in reversed(self.attempts):
-            if attempt["attempt"] == number:
-                return attempt
+        for known in reversed(self.attempts):
+            if known["attempt"] == number:
+                return known
         made: dict[str, Any] = {"attempt": number, "fence": 0}
         self.attempts.append(made)
         self.attempts.sort(key=lambda attempt: int(attempt["attempt"]))

@@ -90,9 +90,7 @@ def read_body(body: bytes, content_type: str) -> tuple[Any, Document | None]:
         raise refused("empty_body", "the YAML holds no document", remedy="send the job as JSON or YAML")
     if len(documents) == 1:
         return documents[0].value, documents[0]
-    marks = {
-        ("jobs", place, *path): mark for place, part in enumerate(documents) for path, mark in part.marks.items()
-    }
+    marks = {("jobs", place, *path): mark for place, part in enumerate(documents) for path, mark in part.marks.items()}
     joined = Document({"jobs": [part.value for part in documents]}, marks)
     return joined.value, joined
 
@@ -112,9 +110,8 @@ def check_job(body: Mapping[str, Any], *, tenant: str | None) -> JobSpec | list[
         faults = faults_of(error, body)
     if spec is not None:
         faults += _sense_faults(spec)
-    elif not body.get("command") and not any(fault.path[:1] in {("command",), ("roles",)} for fault in faults):
-        if not body.get("service") and not body.get("roles"):
-            faults.append(_no_command(("command",)))
+    elif not any(body.get(key) for key in ("command", "service", "roles")) and not _touches_command(faults):
+        faults.append(_no_command(("command",)))
     return faults if faults or spec is None else spec
 
 
@@ -133,7 +130,9 @@ def _sense_faults(spec: JobSpec) -> list[Fault]:
     for place, name in enumerate(spec.secret_env):
         if name not in spec.env:
             faults.append(
-                Fault("missing_value", ("secret_env", place), f"{name} has no value in env", f"add it to env: {name}: …")
+                Fault(
+                    "missing_value", ("secret_env", place), f"{name} has no value in env", f"add it to env: {name}: …"
+                )
             )
     for name, value in spec.env.items():
         if name.startswith("BERTH_"):
@@ -148,6 +147,11 @@ def _sense_faults(spec: JobSpec) -> list[Fault]:
             Fault("too_large", path, f"{spec.total_gpus} GPUs in all are too many", "lower it", str(spec.total_gpus))
         )
     return faults
+
+
+def _touches_command(faults: list[Fault]) -> bool:
+    """Whether one of the faults is about the command already, be it a misspelt one."""
+    return any(fault.path[:1] in {("command",), ("roles",)} or fault.remedy.endswith("command?") for fault in faults)
 
 
 def _is_unicode(text: str) -> bool:
@@ -180,15 +184,11 @@ def digest_of(specs: Sequence[JobSpec], *, salt: str) -> bytes:
 
     salt: the idempotency key with its scope, so that a stored digest does not tell equal secrets apart from others.
     """
-    content = orjson.dumps(
-        [spec.model_dump(mode="json", by_alias=True) for spec in specs], option=orjson.OPT_SORT_KEYS
-    )
+    content = orjson.dumps([spec.model_dump(mode="json", by_alias=True) for spec in specs], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(content, digest_size=32, key=hashlib.sha256(salt.encode()).digest()).digest()
 
 
-def check_jobs(
-    asked: Asked, *, tenant: str | None
-) -> list[JobSpec]:
+def check_jobs(asked: Asked, *, tenant: str | None) -> list[JobSpec]:
     """All specifications of a submission; a batch is taken whole or not at all.
 
     Raises:
@@ -207,5 +207,3 @@ def check_jobs(
     if faults:
         raise invalid(faults, asked.document)
     return specs
-
-

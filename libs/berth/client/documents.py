@@ -53,7 +53,8 @@ class DocumentError(ValueError):
         self.code = code
         self.detail = str(self)
         self.remedy = remedy
-        self.line, self.column = mark if mark else (None, None)
+        self.line: int | None = mark[0] if mark else None
+        self.column: int | None = mark[1] if mark else None
         self.field = field
 
 
@@ -168,7 +169,7 @@ def read_yaml(text: str | bytes) -> list[Document]:
         ) from None
 
 
-def _build(events: Any) -> list[Document]:  # noqa: PLR0912 - one branch for each parser event reads best in one place
+def _build(events: Any) -> list[Document]:  # noqa: PLR0915 - one branch for each parser event
     import yaml
 
     documents: list[Document] = []

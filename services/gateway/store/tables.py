@@ -46,7 +46,7 @@ class IdempotencyRow(SQLModel, table=True):
     scope: str = Field(primary_key=True)
     key: str = Field(primary_key=True)
     digest: bytes
-    job_ids: list[str] = Field(sa_type=ARRAY(Text))  # type: ignore[call-overload]
+    job_ids: list[str] = Field(sa_type=ARRAY(Text))
     expires_at: datetime
 
 
@@ -109,7 +109,7 @@ class NodeRow(SQLModel, table=True):
     __table_args__ = SCHEMA
 
     node: str = Field(primary_key=True)
-    card_types: list[str] = Field(sa_type=ARRAY(Text))  # type: ignore[call-overload]
+    card_types: list[str] = Field(sa_type=ARRAY(Text))
     last_seq: int
 
 
