@@ -495,7 +495,7 @@ def lost_peers_reported(rank: int) -> Iterator[None]:
     try:
         yield
     except (ConnectionError, TimeoutError) as error:
-        say(f"worker {rank}: {error}")
+        say(f"worker {rank}: lost the gang: {error}")
         raise SystemExit(1) from None
 
 

@@ -55,6 +55,8 @@ class BusSettings:
     nkey_seed_file: Path | None = None
     inbox_prefix: str = "_INBOX"
     """Every user has its own, so that nobody can read another one's replies."""
+    api_prefix: str = "$JS.API"
+    """Where JetStream's request API is found; another subject for users outside the streams' account."""
     tls: ssl.SSLContext | None = None
     connect_timeout_s: float = 30.0
     """How long `Connection.open` tries before it gives up; later losses are retried for ever."""

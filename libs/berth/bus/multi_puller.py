@@ -16,7 +16,7 @@ from typing import Self
 
 from berth.bus import jsapi, wire
 from berth.bus.connection import Connection, Subscription
-from berth.bus.errors import BusError, DeadlineExceeded, Disconnected
+from berth.bus.errors import BusError, DeadlineExceeded, Disconnected, TransientError
 from berth.bus.message import Message, read_message
 from berth.bus.puller import Inbox
 
@@ -304,9 +304,12 @@ class MultiPuller:
                         return
                     except DeadlineExceeded:
                         return  # the consumer is missing; the pull request that follows finds out
-                    except BusError as error:
+                    except TransientError as error:
                         log.debug("reset of %s: %s", lane.consumer, error)
                         await asyncio.sleep(0.2)
+                    except BusError as error:
+                        log.warning("reset of %s is refused: %s", lane.consumer, error)
+                        return
 
         await asyncio.gather(*(reset(lane) for lane in list(self._by_token.values())))
         self._is_paused = False

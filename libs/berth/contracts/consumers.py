@@ -9,6 +9,7 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
     "inventory": (
         events.NodeCordonRequested,
         events.GpuConditionReported,
+        events.StartFailed,
         events.PolicyActivated,
     ),
     "admission": (
@@ -30,13 +31,17 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
         events.JobAdmitted,
         events.JobPlaced,
         events.JobCancelRequested,
+        events.JobCancelled,
         events.PreemptionPlanned,
         events.WorkerStarted,
         events.WorkerExited,
         events.WorkerReleased,
         events.CommandRefused,
         events.NodeRegistered,
+        events.NodeSuspect,
+        events.NodeBack,
         events.NodeLost,
+        events.GpuOut,
         events.PolicyActivated,
     ),
 }

@@ -143,7 +143,11 @@ class Receipt(Wire):
 
 
 class JobPlaced(Fact, kind="job", fact="placed", owners="placement"):
-    """GPUs and quota are taken, in one transaction, for this attempt. `fence` grows over the whole pool."""
+    """GPUs and quota are taken, in one transaction, for this attempt. `fence` grows over the whole pool.
+
+    Told again for a live attempt, with a newer fence, it adds workers to it (independent workers, replicas, a gang that
+    grows back); the fence of the others stays as it was.
+    """
 
     job_id: Token
     attempt: int
@@ -205,6 +209,14 @@ class JobRunning(Fact, kind="job", fact="running", owners="lifecycle"):
     job_id: Token
     attempt: int
     started_at: Instant
+
+
+class JobUnknown(Fact, kind="job", fact="unknown", owners="lifecycle"):
+    """A node of the running attempt is silent; `JobRunning` follows when it is heard again."""
+
+    job_id: Token
+    attempt: int
+    node: Token
 
 
 class JobStopping(Fact, kind="job", fact="stopping", owners="lifecycle"):
@@ -294,6 +306,16 @@ class JobReclaimed(Fact, kind="job", fact="reclaimed", owners="lifecycle"):
     ended_at: Instant
 
 
+class StartFailed(Fact, kind="job", fact="start_failed", owners="lifecycle"):
+    """A node could not start a worker; inventory counts these for quarantine."""
+
+    job_id: Token
+    attempt: int
+    node: Token
+    worker: int
+    reason: Reason
+
+
 class StaleReportIgnored(Fact, kind="job", fact="stale_report_ignored", owners="lifecycle"):
     """A report came late, twice or for an attempt that is settled; nothing changed."""
 
@@ -369,6 +391,42 @@ class GpuReturned(Fact, kind="gpu", fact="returned", owners="inventory"):
     index: int
 
 
+class NodeQuarantined(Fact, kind="node", fact="quarantined", owners="inventory"):
+    """Too many starts failed on a node; it takes no new work until it registers anew or is uncordoned."""
+
+    node: Token
+    failures: int
+    within_seconds: int
+
+
+class OrphanFound(Fact, kind="gpu", fact="orphan_found", owners="inventory"):
+    """Memory of a card is held though no job has it; the card takes no new work until it is clean. Entity: the node.
+
+    after_job: a job of ours was the last on the card; else the process is foreign.
+    """
+
+    node: Token
+    gpu: str
+    index: int
+    used_gib: float
+    after_job: bool = False
+
+
+class OrphanRemoved(Fact, kind="gpu", fact="orphan_removed", owners="inventory"):
+    """The card is clean again. Entity: the node."""
+
+    node: Token
+    gpu: str
+    index: int
+
+
+class ClockSkewFound(Fact, kind="node", fact="clock_skew_found", owners="inventory"):
+    """A node's clock is off by so much. Nothing is decided by it; told once until it is right again."""
+
+    node: Token
+    offset_seconds: float
+
+
 # ------------------------------------------------------------------------------------------------- node agents
 class WorkerStarted(Fact, kind="worker", fact="started", owners="node_agent"):
     """A worker's program runs. Entity: the job."""
@@ -425,12 +483,17 @@ class CommandRefused(Fact, kind="worker", fact="command_refused", owners="node_a
 
 
 class GpuConditionReported(Fact, kind="worker", fact="gpu_condition", owners="node_agent"):
-    """A node saw a fault code, leftover memory, or a passed check on a card; inventory decides. Entity: the node."""
+    """A node saw a fault code, leftover memory, or a passed check on a card; inventory decides. Entity: the node.
+
+    memory_used_mib: memory in use while no worker of ours has the card; 0: clean again. after_job: a worker of ours was
+    the last on it.
+    """
 
     node: Token
     epoch: int
     gpu: str
     xid: int | None = None
     memory_used_mib: int | None = None
+    after_job: bool = False
     passed_check: bool = False
     at: Instant

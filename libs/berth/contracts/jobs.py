@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from berth.contracts.base import DisplayName, Duration, JobClass, Wire
 
@@ -95,6 +95,8 @@ class JobSpec(Wire):
     Unknown keys are ignored here, so that an older part reads a newer event; the gateway validates with extra="forbid".
     data, model: references for people and for the record, for example `s3://bucket/set@v3`.
     """
+
+    model_config = ConfigDict(serialize_by_alias=True)
 
     name: DisplayName
     tenant: DisplayName

@@ -17,6 +17,7 @@ class NodeState(StrEnum):
     SUSPECT = "suspect"
     LOST = "lost"
     CORDONED = "cordoned"
+    QUARANTINED = "quarantined"
 
 
 class GpuHealthState(StrEnum):
@@ -100,12 +101,16 @@ class RegisterNode(Wire):
 
 
 class NodeAccepted(Wire):
-    """Answer to `RegisterNode`: the session epoch, new at each registration, and the lease that telemetry renews."""
+    """Answer to `RegisterNode`: the session epoch, new at each registration, and the lease that telemetry renews.
+
+    platform_time: the platform's clock, by which expiries are meant; the node's own may be wrong.
+    """
 
     node: Token
     epoch: int
     lease_seconds: float
     telemetry_every_seconds: float
+    platform_time: Instant | None = None
 
 
 class RegistrationRefused(Wire):
@@ -146,3 +151,4 @@ class LeaseRenewed(Wire):
     sequence: int
     lease_seconds: float
     register_again: bool = False
+    platform_time: Instant | None = None

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from berth.contracts.base import Instant, Token, Wire
+from berth.contracts.nodes import GpuReading, NodeDescription, NodeState
 from berth.contracts.reasons import Reason
 
 
@@ -134,6 +135,26 @@ class NodesQuestion(Wire):
     """To inventory (`nodes`): latest state and readings."""
 
     node: str | None = None
+
+
+class NodeStatus(Wire):
+    """One node as inventory knows it now. description: with each card's health of now; readings: the latest, if any."""
+
+    node: Token
+    epoch: int
+    state: NodeState
+    cordoned: bool = False
+    description: NodeDescription
+    last_heard: Instant | None = None
+    readings: tuple[GpuReading, ...] = ()
+    readings_at: Instant | None = None
+
+
+class NodesAnswer(Wire):
+    """Answer to `NodesQuestion`, in the order of names; empty where the node is not known."""
+
+    nodes: tuple[NodeStatus, ...] = ()
+    as_of: Instant | None = None
 
 
 class RecordQuestion(Wire):

@@ -33,23 +33,23 @@ EXIT_BAD_CONFIGURATION: Final = 78  # EX_CONFIG of sysexits.h
 JOB_VARIABLES: Final = frozenset(
     PREFIX + name
     for name in (
-        "JOB_ID",
+        "ARRAY_INDEX",
         "ATTEMPT",
+        "CLASS",
         "FENCE",
+        "GRACE_SECONDS",
+        "JOB_ID",
+        "JOB_NAME",
+        "NODE",
+        "PORT",
+        "ROLE",
+        "TENANT",
         "WORKER",
         "WORKERS",
-        "ARRAY_INDEX",
-        "TENANT",
-        "NODE",
-        "GPUS",
-        "PORT",
-        "CKPT_DIR",
-        "CKPT_CONTROL",
-        "RESUME_FROM",
-        "RESUME_STEP",
-        "GRACE_SECONDS",
+        "WORK_DIR",
     )
 )
+_JOB_PREFIXES: Final = tuple(PREFIX + name for name in ("CKPT_", "DATA_", "GANG_", "MODEL_", "RESUME_"))
 # For test suites, whose environment reaches the services that they start.
 _TEST_PREFIX: Final = PREFIX + "TEST_"
 # Modules besides `services.*.settings` whose BerthSettings classes, and names in `OTHER_VARIABLES`, count as known.
@@ -246,7 +246,7 @@ def _unknown_variables(settings_type: type[BerthSettings], environment: Mapping[
     for _, module in _settings_modules():
         known.update(getattr(module, "OTHER_VARIABLES", ()))
     for name in strangers:
-        if name.upper() not in known and not name.upper().startswith(_TEST_PREFIX):
+        if name.upper() not in known and not name.upper().startswith((_TEST_PREFIX, *_JOB_PREFIXES)):
             near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.75)
             yield f"{name}: unknown variable" + (f"; did you mean {near[0]}?" if near else "")
 

@@ -120,6 +120,10 @@ class Logger:
             everything["stack"] = "".join(traceback.format_exception(error))
         _write("error", self._name, message, everything)
 
+    def exception(self, message: str, /, **fields: object) -> None:
+        """As `error`, with the exception that is being handled."""
+        self.error(message, error=sys.exception(), **fields)
+
 
 def get_logger(name: str) -> Logger:
     """A logger; `name` is the module's.

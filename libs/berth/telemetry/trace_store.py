@@ -172,7 +172,7 @@ def trace_rows(spans: Sequence[SpanRecord], trace_id: str) -> list[tuple[int, Sp
 
     Spans whose parent is missing (lost, or not yet arrived) stand at the top. Repeated deliveries show once.
     """
-    return [(len(row.guides) // 3, row.span) for row in _rows(spans, trace_id)]
+    return [(len(row.guides) // 2, row.span) for row in _rows(spans, trace_id)]
 
 
 def _rows(spans: Sequence[SpanRecord], trace_id: str) -> list[_Row]:
@@ -196,7 +196,7 @@ def _rows(spans: Sequence[SpanRecord], trace_id: str) -> list[_Row]:
         below_here = children.get(span.span_id, [])
         for index, child in enumerate(reversed(below_here)):
             is_last = index == 0
-            stack.append((child, below + ("└─ " if is_last else "├─ "), below + ("   " if is_last else "│  ")))
+            stack.append((child, below + ("└ " if is_last else "├ "), below + ("  " if is_last else "│ ")))
     return rows
 
 

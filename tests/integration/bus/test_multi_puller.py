@@ -127,6 +127,7 @@ async def test_all_nodes_resume_quickly_after_a_crash_and_get_again_what_was_not
             again = await take(puller, 100)
 
         assert time.monotonic() - started < 2
+        assert puller.counters.resets == 50
         assert Counter(message.header("Nats-Msg-Id") for message in again) == {
             f"{node}.{number}.launch": 1 for node in NODES for number in (1, 2)
         }

@@ -136,7 +136,7 @@ def test_a_gang_whose_worker_dies_ends_as_failed(run: Run, free_port: Callable[[
 
     second.kill()
 
-    assert "has left" in finished(first, code=1)
+    assert "lost the gang" in finished(first, code=1)
 
 
 def test_an_incomplete_gang_that_is_told_to_go_does_not_wait(run: Run, free_port: Callable[[], int]) -> None:

@@ -91,8 +91,10 @@ def test_standard_library_records_and_errors_take_the_same_form(lines: Lines) ->
     except ConnectionError as error:
         logging.getLogger("nats.client").exception("lost %s", "it")
         get_logger("app").error("gave up", error=error)
+        get_logger("app").exception("gave up", job="j1")
 
-    standard, own = lines()
+    standard, own, handled = lines()
+    assert (handled["error"], handled["job"]) == (own["error"], "j1")
     assert (standard["level"], standard["logger"], standard["message"]) == ("error", "nats.client", "lost it")
     assert standard["error"] == own["error"] == "ConnectionError: bus gone"
     assert "Traceback" in str(standard["stack"])

@@ -114,8 +114,8 @@ def test_the_drawing_shows_the_chain_and_the_batches() -> None:
     lines = drawing.splitlines()
     assert "3 spans, 3 services" in lines[0]
     assert lines[1].startswith("POST /v1/jobs")
-    assert "└─ admit" in drawing
-    assert "   └─ place" in drawing
+    assert "└ admit" in drawing
+    assert "  └ place" in drawing
     assert "↳ in batch “process placement-events” of 2 messages" in drawing
     assert all(len(line) <= 120 for line in lines)
 

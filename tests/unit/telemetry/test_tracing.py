@@ -119,8 +119,20 @@ def test_unsampled_events_leave_no_span_and_pass_their_context_on(spans: InMemor
         assert event_span("place", parent, batch) == parent
         assert event_span("place", None, batch) is None
 
-    assert batch is SILENT_BATCH
     assert spans.get_finished_spans() == ()
+
+
+def test_a_traced_job_that_moves_on_in_a_batch_about_others_is_recorded(spans: InMemorySpanExporter) -> None:
+    waited = new_traceparent(sampled=True)
+
+    with batch_span(SERVICE, "c", [new_traceparent()]) as batch:
+        placed = event_span("place", waited, batch)
+
+    event, whole = spans.get_finished_spans()
+    assert trace_id_of(placed) == trace_id_of(waited)
+    assert whole.context is not None
+    assert [link.context.span_id for link in event.links] == [whole.context.span_id]
+    assert list(whole.links) == []
 
 
 def test_unsampled_events_cost_next_to_nothing() -> None:
