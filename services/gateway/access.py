@@ -7,7 +7,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Protocol
 
 from services.gateway.principals import Principal, Role
@@ -70,11 +69,8 @@ class Access:
         """After a token was revoked."""
         self._known.clear()
 
-    async def take_over(self, path: Path | None, role: Role, user: str) -> None:
-        """Know the token in a file that the platform wrote; nothing where there is none."""
-        if path is None or not path.is_file():
-            return
-        token = path.read_text().strip()
+    async def take_over(self, token: str, role: Role, user: str) -> None:
+        """Know a token that the platform made; an empty one is none."""
         if token:
             principal = Principal(user, None, role)
             await self._store.add_token(hash_of(token), f"{role.value}-file", principal, created_by="platform")

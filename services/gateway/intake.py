@@ -93,12 +93,16 @@ class Cancel:
 
 @dataclass(slots=True)
 class Tell:
-    """An event without a row of its own: a proposal, a cordon request, a denial."""
+    """An event without a row of its own: a proposal, a cordon request, a denial.
+
+    version: makes the event's id; must differ where one entity is spoken of again.
+    """
 
     data: Fact
     entity: str
     user: str
     tenant: str = ""
+    version: int = 1
     traceparent: str = ""
     answer: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -414,7 +418,7 @@ def _told(tell: Tell) -> Emission:
     return Emission(
         tell.data,
         tell.entity,
-        1,
+        tell.version,
         tenant=tell.tenant,
         actor=f"user:{tell.user}",
         correlation=tell.entity,

@@ -34,16 +34,14 @@ _FINAL: Final[Mapping[type, JobState]] = {
     ev.JobCancelled: JobState.CANCELLED,
     ev.JobReclaimed: JobState.RECLAIMED,
 }
-_ON_NODES: Final = frozenset({JobState.STARTING, JobState.RUNNING, JobState.STOPPING})
 
 
 @dataclass(slots=True)
 class JobProgress:
     """What has become of a job. Times are ISO texts, as they stood in the events.
 
-    state: without regard to silent nodes; `shown_state` is what users see. waits_since: None while it does not wait.
-    attempts: the last `MAX_ATTEMPTS_KEPT`, as `AttemptView` in JSON. nodes: where the attempt at hand runs.
-    silent: those of them that are not heard.
+    waits_since: None while it does not wait. attempts: the last `MAX_ATTEMPTS_KEPT`, as `AttemptView` in JSON.
+    nodes: where the attempt at hand runs.
     """
 
     state: str = JobState.SUBMITTED.value
@@ -52,7 +50,6 @@ class JobProgress:
     reasons: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)
-    silent: list[str] = field(default_factory=list)
     waits_since: str | None = None
     waited_seconds: float = 0.0
     started_at: str | None = None
@@ -74,13 +71,6 @@ class JobProgress:
         """Whether it can never change again."""
         return self.state in FINAL_STATES
 
-    @property
-    def shown_state(self) -> str:
-        """What users see: `unknown` while a node it runs on is silent."""
-        if self.silent and self.state in _ON_NODES:
-            return JobState.UNKNOWN.value
-        return self.state
-
     # --- events -----------------------------------------------------------------------------------------------------
 
     def apply(self, event: Envelope[Any]) -> bool:
@@ -90,13 +80,6 @@ class JobProgress:
             return False
         handler = _HANDLERS.get(type(data))
         return handler is not None and bool(handler(self, data, event.time))
-
-    def hear(self, node: str, *, is_silent: bool) -> bool:
-        """A node of this job fell silent or is heard again; whether anything changed."""
-        if node not in self.nodes or (node in self.silent) is is_silent:
-            return False
-        self.silent = [*self.silent, node] if is_silent else [silent for silent in self.silent if silent != node]
-        return True
 
     def _advance(self, attempt: int, phase: int) -> bool:
         if (attempt, phase) <= (self.attempt, self.phase):
@@ -116,6 +99,7 @@ class JobProgress:
             self.waits_since = None
 
     def _attempt(self, number: int) -> dict[str, Any]:
+        known: dict[str, Any]
         for known in reversed(self.attempts):
             if known["attempt"] == number:
                 return known
@@ -139,24 +123,34 @@ class JobProgress:
 
     def _on_placed(self, data: ev.JobPlaced, at: datetime) -> bool:
         attempt = self._attempt(data.attempt)
-        attempt["fence"] = data.fence
-        attempt["assignments"] = [a.model_dump(mode="json", exclude_defaults=True) for a in data.assignments]
-        attempt["placed_at"] = at.isoformat()
+        placed = {a["worker"]: a for a in attempt.get("assignments", ())}
+        for assignment in data.assignments:  # a second word on a live attempt adds workers to it
+            placed[assignment.worker] = assignment.model_dump(mode="json", exclude_defaults=True)
+        attempt["assignments"] = [placed[worker] for worker in sorted(placed)]
+        attempt["fence"] = max(attempt["fence"], data.fence)
+        attempt.setdefault("placed_at", at.isoformat())
         if self._advance(data.attempt, PLACED_PHASE):
             self.state = JobState.STARTING.value
             self.reasons = []
-            self.nodes = sorted({a.node for a in data.assignments})
-            self.silent = []
             self._stop_waiting(at)
+        if data.attempt == self.attempt and self.phase < ENDED_PHASE:
+            self.nodes = sorted({a["node"] for a in attempt["assignments"]})
         return True
 
     def _on_running(self, data: ev.JobRunning, _: datetime) -> bool:
         started = data.started_at.isoformat()
-        self._attempt(data.attempt)["started_at"] = started
+        self._attempt(data.attempt).setdefault("started_at", started)
         if self.started_at is None:
             self.started_at = started
-        if self._advance(data.attempt, RUNNING_PHASE):
+        is_heard_again = data.attempt == self.attempt and self.phase == RUNNING_PHASE
+        if is_heard_again or self._advance(data.attempt, RUNNING_PHASE):
             self.state = JobState.RUNNING.value
+        return True
+
+    def _on_unknown(self, data: ev.JobUnknown, _: datetime) -> bool:
+        if data.attempt != self.attempt or self.phase not in {PLACED_PHASE, RUNNING_PHASE}:
+            return False
+        self.state = JobState.UNKNOWN.value
         return True
 
     def _on_stopping(self, data: ev.JobStopping, _: datetime) -> bool:
@@ -179,14 +173,14 @@ class JobProgress:
             attempt["cause"] = _dump(data.cause)
         if not self.is_final and self._advance(data.attempt, ENDED_PHASE):
             self.state = JobState.STOPPING.value
-            self.nodes, self.silent = [], []
+            self.nodes = []
         return True
 
     def _on_requeued(self, data: ev.JobRequeued, at: datetime) -> bool:
         self.charged = max(self.charged, data.charged)
         if not self._advance(data.after_attempt, REQUEUED_PHASE):
             return True
-        self.nodes, self.silent = [], []
+        self.nodes = []
         backoff = because(Code.BACKOFF, until=data.not_before.isoformat()) if data.not_before > at else None
         self._wait([data.cause, *([backoff] if backoff else [])], at)
         return True
@@ -194,7 +188,7 @@ class JobProgress:
     def _on_final(self, data: Any, at: datetime) -> bool:
         self._stop_waiting(at)
         self.state = _FINAL[type(data)].value
-        self.nodes, self.silent = [], []
+        self.nodes = []
         self.attempt = max(self.attempt, getattr(data, "attempt", 0))
         self.phase = ENDED_PHASE
         self.ended_at = getattr(data, "ended_at", at).isoformat()
@@ -219,6 +213,7 @@ _HANDLERS: Final[Mapping[type, Any]] = {
     ev.JobAdmitted: JobProgress._on_admitted,
     ev.JobPlaced: JobProgress._on_placed,
     ev.JobRunning: JobProgress._on_running,
+    ev.JobUnknown: JobProgress._on_unknown,
     ev.JobStopping: JobProgress._on_stopping,
     ev.AttemptEnded: JobProgress._on_attempt_ended,
     ev.JobRequeued: JobProgress._on_requeued,

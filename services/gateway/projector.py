@@ -8,7 +8,7 @@ seen; a batch that fails drops all of it with the handler.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ _ABOUT_A_JOB: Final = frozenset(
         ev.JobPlaced,
         ev.JobWaiting,
         ev.JobRunning,
+        ev.JobUnknown,
         ev.JobStopping,
         ev.AttemptEnded,
         ev.JobRequeued,
@@ -52,9 +53,6 @@ _OTHERS: Final = frozenset(
         ev.PolicyActivated,
         ev.PolicyRejected,
         ev.NodeChanged,
-        ev.NodeSuspect,
-        ev.NodeLost,
-        ev.NodeBack,
     )
 )
 
@@ -69,18 +67,9 @@ class ViewHandler(BatchHandler):
         self._on_change = on_change
         self._events: list[tuple[int, Envelope[Any]]] = []
         self._views: OrderedDict[str, tuple[JobProgress, int]] = OrderedDict()
-        self._jobs_on: dict[str, set[str]] = {}
-        self._silent: set[str] = set()
 
     async def load(self, database: Database, *, now: datetime) -> None:
-        """Which live jobs run on which node; the views themselves are read when an event needs them."""
-        async with database.reader() as connection:
-            rows = await connection.fetch("SELECT job_id, view FROM gateway.job WHERE NOT is_final")
-        for job_id, view in rows:
-            progress = JobProgress.from_json(view)
-            self._silent.update(progress.silent)
-            for node in progress.nodes:
-                self._jobs_on.setdefault(node, set()).add(job_id)
+        """Nothing: views are read when an event needs them."""
 
     def apply(self, message: Message, *, now: datetime) -> None:
         """Decode what changes a view; the rest passes by."""
@@ -113,12 +102,6 @@ class ViewHandler(BatchHandler):
         data = event.data
         if type(data).TYPE in _ABOUT_A_JOB:
             self._fold_job(seq, event, changed)
-        elif isinstance(data, ev.NodeSuspect | ev.NodeLost):
-            self._silent.add(data.node)
-            self._hear(data.node, changed, seq, is_silent=True)
-        elif isinstance(data, ev.NodeBack):
-            self._silent.discard(data.node)
-            self._hear(data.node, changed, seq, is_silent=False)
         elif isinstance(data, ev.NodeChanged):
             await connection.execute(_NODE, data.node, sorted({g.card_type for g in data.gpus}), seq)
         elif isinstance(data, ev.PolicyActivated):
@@ -142,32 +125,10 @@ class ViewHandler(BatchHandler):
         progress, last_seq = known
         if 0 <= seq <= last_seq:
             return
-        before = progress.nodes
         if not progress.apply(event):
             return
-        if progress.nodes is not before:
-            self._move(job_id, before, progress.nodes)
-            for node in self._silent.intersection(progress.nodes):
-                progress.hear(node, is_silent=True)
         changed[job_id] = max(seq, last_seq)
         self._views[job_id] = (progress, changed[job_id])
-
-    def _hear(self, node: str, changed: dict[str, int], seq: int, *, is_silent: bool) -> None:
-        for job_id in self._jobs_on.get(node, ()):
-            known = self._views.get(job_id)
-            if known is not None and known[0].hear(node, is_silent=is_silent):
-                changed[job_id] = max(seq, known[1])
-                self._views[job_id] = (known[0], changed[job_id])
-
-    def _move(self, job_id: str, before: Iterable[str], after: Iterable[str]) -> None:
-        for node in before:
-            jobs = self._jobs_on.get(node)
-            if jobs is not None:
-                jobs.discard(job_id)
-                if not jobs:
-                    del self._jobs_on[node]
-        for node in after:
-            self._jobs_on.setdefault(node, set()).add(job_id)
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -179,8 +140,6 @@ class ViewHandler(BatchHandler):
             data = event.data
             if type(data).TYPE in _ABOUT_A_JOB or isinstance(data, ev.JobSubmitted):
                 wanted.add(data.job_id)
-            elif isinstance(data, ev.NodeSuspect | ev.NodeLost | ev.NodeBack):
-                wanted |= self._jobs_on.get(data.node, set())
         missing = [job_id for job_id in wanted if job_id not in self._views]
         if missing:
             for job_id, view, last_seq in await connection.fetch(_READ, missing):
@@ -192,7 +151,7 @@ class ViewHandler(BatchHandler):
             for job_id, seq in sorted(changed.items()):
                 progress = self._views[job_id][0]
                 ids.append(job_id)
-                states.append(progress.shown_state)
+                states.append(progress.state)
                 finals.append(progress.is_final)
                 views.append(progress.to_json())
                 seqs.append(seq)

@@ -8,8 +8,11 @@ from typing import Any, Final
 from berth.client.texts import WORDS
 
 OPEN_FACTS: Final = frozenset(
-    "card_type types class until since from to not_before within within_mode level domain node gpu slice role "
-    "rule window zone state unit field reason signal".split()
+    (
+        *("card_type", "types", "class", "until", "since", "from", "to", "not_before", "within", "within_mode"),
+        *("level", "domain", "node", "gpu", "slice", "role", "rule", "window", "zone", "state", "unit", "field"),
+        *("reason", "signal"),
+    )
 )
 """Facts whose text names no job, user or tenant. Numbers are always shown."""
 HIDDEN_DATA: Final = frozenset({"receipt", "victims", "preemptor", "preemptor_tenant", "workers_of_node"})
