@@ -64,7 +64,9 @@ class MultiPuller:
 
     Args:
         batch: most messages of one request, per consumer.
-        expires_s: how long the server keeps a request open; jittered, so that hundreds do not expire together.
+        expires_s: how long the server keeps a request open; jittered, so that hundreds do not expire together. A
+            request that reaches the server while its consumer is being deleted is lost without an answer, and made
+            again after this time.
         resets_on_reconnect: after a reconnect let the server send again what was not acknowledged, at once instead of
             after `ack_wait`. The reader must tolerate repeats.
         on_missing: called with the names of consumers that do not exist (with back-off); it should provision them.
@@ -77,7 +79,7 @@ class MultiPuller:
         consumers: Iterable[str] = (),
         *,
         batch: int = 64,
-        expires_s: float = 30.0,
+        expires_s: float = 15.0,
         resets_on_reconnect: bool = True,
         on_missing: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     ) -> None:

@@ -110,7 +110,6 @@ class Puller:
         batch: most messages of one pull request and of one `next`. Up to two batches wait here, one more is with
             the caller; the consumer's `max_ack_pending` must allow for that.
         expires_s: how long the server keeps a request open.
-        ack_all: the consumer acknowledges everything up to a message at once.
         on_missing: called (with back-off) while the consumer does not exist; it should provision again.
         missing_grace_s: `next` raises `ConsumerMissing` when the consumer is away for longer. A restarting server says
             for a moment that it has none.
@@ -125,7 +124,6 @@ class Puller:
         batch: int = 500,
         expires_s: float = 5.0,
         contiguous: bool = False,
-        ack_all: bool = False,
         on_missing: Callable[[], Awaitable[None]] | None = None,
         missing_grace_s: float = 5.0,
     ) -> None:
@@ -136,7 +134,7 @@ class Puller:
         self._batch = batch
         self._expires_s = expires_s
         self._contiguous = contiguous
-        self._ack_all = ack_all
+        self._ack_all = False  # until the consumer says so; single acknowledgements serve either policy
         self._on_missing = on_missing
         self._missing_grace_s = missing_grace_s
         self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}".encode()
@@ -181,6 +179,8 @@ class Puller:
             if after is not None:
                 await self.reset(after)
             else:
+                with contextlib.suppress(TransientError):
+                    await self._look_at_consumer()
                 await self._listen()
                 self._is_paused = False
                 self._top_up()
@@ -228,7 +228,10 @@ class Puller:
         self._inbox.poke()
 
     def ack(self, messages: Sequence[Message]) -> None:
-        """Acknowledge, without waiting for the server. Lost acknowledgements are no harm: the message comes again."""
+        """Acknowledge, without waiting for the server. Lost acknowledgements are no harm: the message comes again.
+
+        Where the consumer's policy is that one counts for all before it, only the newest is sent: acknowledge in order.
+        """
         if not messages:
             return
         with contextlib.suppress(Disconnected):
@@ -445,10 +448,12 @@ class Puller:
         """
         self._is_paused = True
         await self._stop_listening()
-        name = f"{self.stream}.{self.consumer}"
-        await jsapi.call(self._bus, f"CONSUMER.INFO.{name}")  # a reset of a missing consumer gets no answer at all
+        await self._look_at_consumer()  # a reset of a missing consumer gets no answer at all
         await jsapi.call(
-            self._bus, f"CONSUMER.RESET.{name}", {"seq": position + 1} if position is not None else None, timeout=2.0
+            self._bus,
+            f"CONSUMER.RESET.{self.stream}.{self.consumer}",
+            {"seq": position + 1} if position is not None else None,
+            timeout=2.0,
         )
         self.counters.resets += 1
         self._expected_seq, self._last_seq = 1, position
@@ -457,6 +462,10 @@ class Puller:
         self._missing_since = None
         self._fault = None
         self._top_up()
+
+    async def _look_at_consumer(self) -> None:
+        info = await jsapi.call(self._bus, f"CONSUMER.INFO.{self.stream}.{self.consumer}")
+        self._ack_all = info["config"]["ack_policy"] == "all"
 
     def _tick(self) -> None:
         """Once a second: forget requests that the server has silently lost."""

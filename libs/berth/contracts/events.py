@@ -392,7 +392,7 @@ class GpuReturned(Fact, kind="gpu", fact="returned", owners="inventory"):
 
 
 class NodeQuarantined(Fact, kind="node", fact="quarantined", owners="inventory"):
-    """Too many starts failed on a node; it takes no new work until it registers anew or is uncordoned."""
+    """Too many starts failed on a node; it takes no new work until it is uncordoned."""
 
     node: Token
     failures: int

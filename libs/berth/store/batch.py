@@ -33,6 +33,7 @@ from asyncpg.transaction import Transaction
 
 from berth.store.common_v1 import COMMIT_PARAMETERS
 from berth.store.database import store_errors
+from berth.store.errors import Unreachable
 from berth.store.outbox import OutboxRow
 from berth.store.parked import Parked, ParkedMessage, open_entities, take
 
@@ -207,7 +208,7 @@ class BatchTransaction:
             if kind is None and not self._is_abandoned:
                 await self._commit()
             else:
-                await self._undo()
+                await self._undo(error)
         finally:
             self._connection = None
             if self._replays_left:
@@ -245,8 +246,10 @@ class BatchTransaction:
         ids: Sequence[int] | None = await statement.fetchval(*map(arguments.get, PARAMETER_ORDER))
         return ids
 
-    async def _undo(self) -> None:
-        if self._explicit is not None:
+    async def _undo(self, error: BaseException | None = None) -> None:
+        if isinstance(error, Unreachable):
+            self._database.drop_connection()
+        elif self._explicit is not None:
             try:
                 with store_errors():
                     await self._explicit.rollback()

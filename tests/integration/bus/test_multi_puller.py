@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from berth.bus import Message, MultiPuller, Publisher
 from berth.bus.permissions import PROVISIONER
@@ -94,11 +95,13 @@ async def test_missing_consumers_are_provisioned_while_the_others_go_on(nats: Na
     publisher = Publisher(await nats.connect("lifecycle"))
     asked: list[str] = []
 
-    async def provision(missing: object) -> None:
-        asked.extend(missing)  # type: ignore[call-overload]
+    async def provision(missing: Sequence[str]) -> None:
+        asked.extend(missing)
         await ensure_node_consumers(admin, POOL, ["n7"])
 
-    async with MultiPuller(await nats.connect("fleet"), COMMANDS, CONSUMERS, on_missing=provision) as puller:
+    fleet = await nats.connect("fleet")
+    async with MultiPuller(fleet, COMMANDS, CONSUMERS, on_missing=provision) as puller:
+        await fleet.flush()
         await delete_consumer(admin, COMMANDS, node_consumer(POOL, "n7"))
         await publisher.publish([a_command(node) for node in NODES], 5)
 

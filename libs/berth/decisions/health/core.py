@@ -118,8 +118,6 @@ class InventoryCore(Core):
         record.description = request.description.model_dump(mode="json", exclude_defaults=True)
         self._described[name] = request.description
         record.cards = {gpu.uuid: record.cards.get(gpu.uuid) or Card(gpu.index) for gpu in request.description.gpus}
-        if record.quarantined:
-            record.quarantined, record.start_failures = False, []
         self._listen(name, now)
         self._count_heard()
         self._emit(
@@ -136,6 +134,7 @@ class InventoryCore(Core):
             lease_seconds=self.lease_seconds,
             telemetry_every_seconds=self.telemetry_every_seconds,
             platform_time=now,
+            pool_nodes=len(self._ears),
         )
 
     def heard(self, frame: TelemetryFrame, *, now: datetime) -> LeaseRenewed:
@@ -157,6 +156,7 @@ class InventoryCore(Core):
             lease_seconds=self.lease_seconds,
             register_again=not known,
             platform_time=now,
+            pool_nodes=len(self._ears),
         )
 
     def was_deaf(self, *, now: datetime) -> None:

@@ -215,11 +215,21 @@ def end_if_over(book: Book, run: JobRun) -> None:
     for worker in run.workers:
         book.vacate(run, worker.node)
     outcome, cause = _outcome(run)
-    worst = next((w for w in run.workers if w.has_failed), None) or next(iter(run.workers), None)
+    worst = _speaker(run)
     if not any(worker.has_started for worker in run.workers):
         run.unstarted += 1
     _tell_ended(book, run, outcome, cause, worker=worst)
     _conclude(book, run, spec, outcome, cause, message=worst.message if worst else "")
+
+
+def _speaker(run: JobRun) -> Worker | None:
+    """The worker whose exit code and last words stand for the attempt: the first that failed, not one stopped for it."""
+    if run.stop is not None and run.stop.kind in (StopKind.FAILURE, StopKind.FAULT):
+        number = run.stop.cause.get("facts", {}).get("worker")
+        first = run.worker(number) if isinstance(number, int) else None
+        if first is not None:
+            return first
+    return next((w for w in run.workers if w.has_failed), None) or next(iter(run.workers), None)
 
 
 def _all_over(run: JobRun, spec: JobSpec) -> bool:
