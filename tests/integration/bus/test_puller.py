@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from berth.bus import ConsumerMissing, Publisher, Puller, TransientError, jsapi
+from berth.bus import ConsumerMissing, Message, Publisher, Puller, TransientError, jsapi
 from berth.bus.permissions import PROVISIONER
 from berth.bus.provision import (
     EVENTS,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from platform_of_tests import Platform, soon
+from tests.integration.node_agent.platform_of_tests import Platform, soon
 
 from berth.contracts.commands import WorkerPlan
 from berth.contracts.events import (
