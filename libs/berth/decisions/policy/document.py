@@ -197,7 +197,7 @@ class ClassSettings(Strict):
     recovery: RecoverySettings = RecoverySettings()
     limits: LimitSettings = LimitSettings()
     quota_cut: Literal["drain", "preempt"] = "drain"
-    never_fits: Literal["refuse", "wait"] = "refuse"
+    never_fits: Literal["refuse", "wait"] = "wait"
 
 
 # ----------------------------------------------------------------------------------------------- settings of the pool

@@ -1,0 +1,336 @@
+"""Admission: may a job compete at all, and which policy is in force.
+
+A job is refused for what no waiting could change: a tenant or card type nobody knows, a limit of the policy, more than
+the installed cluster (all nodes ever registered, whatever their state) or the quota could ever give. Until a policy is
+in force jobs are held. Cancel requests stick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar
+
+from berth.contracts.envelope import Envelope, Fact
+from berth.contracts.events import (
+    JobAdmitted,
+    JobCancelled,
+    JobCancelRequested,
+    JobHeld,
+    JobRefused,
+    JobSubmitted,
+    NodeChanged,
+    PolicyActivated,
+    PolicyProposed,
+    PolicyRejected,
+)
+from berth.contracts.jobs import JobSpec
+from berth.contracts.reasons import Code, Reason, because
+from berth.contracts.requests import PolicyCheckAnswer
+from berth.decisions.core import Core, Outbox, Record, Settled
+from berth.decisions.placement.claim import claim_of, plain
+from berth.decisions.placement.fit import seat_workers
+from berth.decisions.placement.fleet import Fleet
+from berth.decisions.placement.jobs import micros
+from berth.decisions.policy.check import check, warnings
+from berth.decisions.policy.document import Policy
+from berth.decisions.quota.book import QuotaBook
+
+CANCELS_KEPT = timedelta(days=7)
+"""How long a cancel request for an unknown job is kept: as long as the stream could still bring that job."""
+
+_NOT_YET = ("share", "memory_gib", "slice", "min_workers", "within", "service")
+
+
+class AdmissionCore(Core):
+    """Policy versions, held jobs and the answer to each submission."""
+
+    NAME: ClassVar[str] = "admission"
+    CONSUMES: ClassVar[tuple[type[Fact], ...]] = (
+        JobCancelRequested,
+        JobCancelled,
+        JobSubmitted,
+        NodeChanged,
+        PolicyProposed,
+    )
+
+    def __init__(self) -> None:
+        """Without policy and nodes."""
+        self.fleet = Fleet()
+        self.policy = Policy()
+        self._policy_version = 0
+        self._quota = QuotaBook()
+        self._held: dict[str, JobSubmitted] = {}
+        self._held_trace: dict[str, str] = {}
+        self._cancels: dict[str, tuple[int, str]] = {}
+        self._out = Outbox()
+        self._records: dict[tuple[str, str], Any] = {}
+        self._now = datetime.fromtimestamp(0, UTC)
+        self._handlers: dict[type[Fact], Callable[[Envelope[Any]], None]] = {
+            JobCancelRequested: self._on_cancel_requested,
+            JobCancelled: self._on_cancelled,
+            JobSubmitted: self._on_submitted,
+            NodeChanged: self._on_node_changed,
+            PolicyProposed: self._on_proposed,
+        }
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy in force; 0: none yet."""
+        return self._policy_version
+
+    def apply(self, event: Envelope[Any], *, now: datetime) -> None:
+        """Take in one event."""
+        handler = self._handlers.get(type(event.data))
+        if handler is not None:
+            self._now = now
+            handler(event)
+
+    def settle(self, *, now: datetime) -> Settled:
+        """Hand over answers; decide about held jobs once a policy is in force."""
+        self._now = now
+        if self._policy_version and self._held:
+            held, self._held = self._held, {}
+            for job_id, submitted in held.items():
+                self._records["held", job_id] = None
+                self._answer(submitted, trace=self._held_trace.pop(job_id, ""), cause="")
+        self._age_cancels(now)
+        records = [Record(kind, key, body) for (kind, key), body in self._records.items()]
+        self._records = {}
+        emissions = self._out.drain()
+        self._out.counters = {key: count for key, count in self._out.counters.items() if key in self._held}
+        return Settled(emissions, records)
+
+    def next_timer(self) -> datetime | None:
+        """Admission waits for events only."""
+        return None
+
+    def _age_cancels(self, now: datetime) -> None:
+        old = micros(now - CANCELS_KEPT)
+        for job_id in [job_id for job_id, (at, _) in self._cancels.items() if at <= old]:
+            del self._cancels[job_id]
+            self._records["cancel", job_id] = None
+
+    # ------------------------------------------------------------------------------------------------ policy
+    def _on_proposed(self, event: Envelope[Any]) -> None:
+        data: PolicyProposed = event.data
+        # The first policy of a pool comes before its nodes: guarantees are compared from the second on.
+        installed = self.fleet.installed() if self._policy_version else None
+        problems = check(data.document, installed=installed)
+        common = {"tenant": event.tenant, "actor": data.author, "cause": event.id, "trace": event.traceparent}
+        if problems:
+            self._out.emit(
+                PolicyRejected(
+                    proposal_id=data.proposal_id,
+                    problems=tuple(problem.to_json() for problem in problems),
+                    author=data.author,
+                ),
+                data.proposal_id,
+                **common,
+            )
+            return
+        self._activate(self._policy_version + 1, data.document)
+        self._records["policy", "active"] = {"version": self._policy_version, "document": data.document}
+        self._out.emit(
+            PolicyActivated(
+                policy_version=self._policy_version,
+                document=data.document,
+                author=data.author,
+                why=data.why,
+                proposal_id=data.proposal_id,
+            ),
+            data.proposal_id,
+            **common,
+        )
+
+    def _activate(self, version: int, document: dict[str, Any]) -> None:
+        self.policy = Policy.from_document(document)
+        self._policy_version = version
+        self._quota.set_policy(self.policy)
+
+    def check_policy(self, document: dict[str, Any]) -> PolicyCheckAnswer:
+        """Whether a document could be activated now, and what is hardly meant in it."""
+        installed = self.fleet.installed()
+        problems = check(document, installed=installed or None)
+        doubtful = warnings(document, installed=installed or None)
+        return PolicyCheckAnswer(
+            is_valid=not problems,
+            problems=tuple(problem.to_json() for problem in problems),
+            warnings=tuple(problem.to_json() for problem in doubtful),
+        )
+
+    # -------------------------------------------------------------------------------------------------- jobs
+    def _on_node_changed(self, event: Envelope[Any]) -> None:
+        data: NodeChanged = event.data
+        if self.fleet.change(data):
+            self._records["node", data.node] = data.model_dump(mode="json", exclude_defaults=True)
+
+    def _on_submitted(self, event: Envelope[Any]) -> None:
+        data: JobSubmitted = event.data
+        if self._policy_version or data.job_id in self._cancels:
+            self._answer(data, trace=event.traceparent, cause=event.id)
+            return
+        self._held[data.job_id] = data
+        self._held_trace[data.job_id] = event.traceparent
+        self._emit(
+            data,
+            JobHeld(
+                job_id=data.job_id,
+                reasons=(because(Code.NO_POLICY, remedy="propose a policy: `berth policy apply FILE`"),),
+                policy_version=0,
+            ),
+            trace=event.traceparent,
+            cause=event.id,
+        )
+        self._records["held", data.job_id] = {
+            "submitted": data.model_dump(mode="json", by_alias=True, exclude_defaults=True),
+            "trace": event.traceparent,
+            "n": self._out.counters[data.job_id],
+        }
+
+    def _answer(self, data: JobSubmitted, *, trace: str, cause: str) -> None:
+        cancel = self._cancels.pop(data.job_id, None)
+        if cancel is not None:
+            self._records["cancel", data.job_id] = None
+            over = JobCancelled(job_id=data.job_id, requested_by=cancel[1], ended_at=self._now)
+            self._emit(data, over, trace=trace, cause=cause)
+            return
+        reasons = self._refusals(data.spec)
+        if reasons:
+            refused = JobRefused(job_id=data.job_id, reasons=tuple(reasons), policy_version=self._policy_version)
+            self._emit(data, refused, trace=trace, cause=cause)
+            return
+        admitted = JobAdmitted(
+            job_id=data.job_id,
+            spec=data.spec,
+            submitted_at=data.submitted_at,
+            submitted_by=data.submitted_by,
+            policy_version=self._policy_version,
+        )
+        self._emit(data, admitted, trace=trace, cause=cause)
+
+    def _emit(self, job: JobSubmitted, data: Fact, *, trace: str, cause: str) -> None:
+        self._out.emit(data, job.job_id, tenant=job.spec.tenant, actor="service:admission", trace=trace, cause=cause)
+
+    def _on_cancel_requested(self, event: Envelope[Any]) -> None:
+        data: JobCancelRequested = event.data
+        self._cancels[data.job_id] = (micros(self._now), data.requested_by)
+        self._records["cancel", data.job_id] = [micros(self._now), data.requested_by]
+        held = self._held.pop(data.job_id, None)
+        if held is not None:
+            self._records["held", data.job_id] = None
+            self._answer(held, trace=self._held_trace.pop(data.job_id, ""), cause=event.id)
+
+    def _on_cancelled(self, event: Envelope[Any]) -> None:
+        if self._cancels.pop(event.data.job_id, None) is not None:
+            self._records["cancel", event.data.job_id] = None
+
+    def _refusals(self, spec: JobSpec) -> list[Reason]:
+        """Everything that no waiting could change; empty: the job is admitted."""
+        if spec.tenant not in self.policy.tenants:
+            known = ", ".join(sorted(self.policy.tenants)) or "none"
+            return [because(Code.UNKNOWN_TENANT, tenant=spec.tenant, remedy=f"use one of the pool's tenants: {known}")]
+        found = [*self._over_limits(spec), *self._unknown_types(spec), *_unsupported(spec)]
+        if not found and self.policy.for_class(spec.job_class).never_fits == "refuse":
+            found = self._never(spec)
+        return found
+
+    def _over_limits(self, spec: JobSpec) -> Iterable[Reason]:
+        limits = self.policy.for_class(spec.job_class).limits
+        for field, asked, limit in (
+            ("gpus", spec.total_gpus, limits.gpus_per_job),
+            ("workers", spec.total_workers, limits.workers_per_job),
+            ("priority", spec.priority, limits.priority_max),
+            ("name", len(spec.name), limits.name_length),
+        ):
+            if limit is not None and asked > limit:
+                yield because(Code.OVER_LIMIT, field=field, asked=asked, limit=limit, remedy=f"ask for at most {limit}")
+
+    def _unknown_types(self, spec: JobSpec) -> Iterable[Reason]:
+        known = set(self.policy.card_types) | set(self.fleet.pools)
+        for card_type in spec.types:
+            if known and card_type not in known:
+                yield because(
+                    Code.UNKNOWN_CARD_TYPE,
+                    field="types",
+                    card_type=card_type,
+                    remedy=f"use one of {', '.join(sorted(known))}",
+                )
+
+    def _never(self, spec: JobSpec) -> list[Reason]:
+        """Why no emptying of the installed cluster, and no idleness of others, could let the job start."""
+        shape = claim_of(spec).shape
+        types = [t for t in (spec.types or sorted(self.fleet.pools)) if t in self.fleet.pools]
+        if not self.fleet.nodes:
+            return []
+        reasons: list[Reason] = []
+        for card_type in types:
+            pool = self.fleet.pools[card_type]
+            seats = seat_workers(pool, shape.kinds, pool.total, is_packed=True, open_rows=pool.total > 0)
+            ceiling = self._quota.ceiling(spec.tenant, card_type)
+            if seats is None:
+                largest = int(pool.total.max()) if len(pool.total) else 0
+                reasons.append(
+                    because(
+                        Code.NEVER_FITS,
+                        card_type=card_type,
+                        needed=shape.gpus,
+                        installed=int(pool.total.sum()),
+                        largest_on_one_node=largest,
+                        per_worker=shape.largest,
+                        remedy=f"ask for at most {largest} GPUs for each worker and {int(pool.total.sum())} in all",
+                    )
+                )
+            elif ceiling is not None and shape.gpus > ceiling:
+                reasons.append(
+                    because(
+                        Code.QUOTA_FULL,
+                        card_type=card_type,
+                        needed=shape.gpus,
+                        quota=plain(ceiling),
+                        tenant=spec.tenant,
+                        remedy=f"ask for at most {plain(ceiling):g} GPUs, or for more quota",
+                    )
+                )
+            else:
+                return []
+        if not types:
+            return [
+                because(
+                    Code.NEVER_FITS,
+                    needed=shape.gpus,
+                    installed=0,
+                    card_type=card_type,
+                    remedy=f"no node has {card_type}; use one of {', '.join(sorted(self.fleet.pools))}",
+                )
+                for card_type in spec.types
+            ]
+        return reasons
+
+    # ------------------------------------------------------------------------------------------------ records
+    def restore(self, records: Iterable[tuple[str, str, Any]], *, now: datetime) -> None:
+        """Rebuild policy, nodes, held jobs (in order of submission) and sticky cancels."""
+        held: list[tuple[JobSubmitted, dict[str, Any]]] = []
+        cancels: list[tuple[int, str, str]] = []
+        for kind, key, body in records:
+            if kind == "policy":
+                self._activate(body["version"], body["document"])
+            elif kind == "node":
+                self.fleet.change(NodeChanged.model_validate(body))
+            elif kind == "held":
+                held.append((JobSubmitted.model_validate(body["submitted"]), body))
+            elif kind == "cancel":
+                cancels.append((body[0], key, body[1]))
+        for data, body in sorted(held, key=lambda entry: (entry[0].submitted_at, entry[0].job_id)):
+            self._held[data.job_id] = data
+            self._held_trace[data.job_id] = body["trace"]
+            self._out.counters[data.job_id] = body["n"]
+        self._cancels = {job_id: (at, by) for at, job_id, by in sorted(cancels)}
+
+
+def _unsupported(spec: JobSpec) -> Iterable[Reason]:
+    fields = [name for name in _NOT_YET if getattr(spec, name) is not None]
+    fields += ["gang"] if not spec.gang else []
+    fields += ["mix_types"] if spec.mix_types else []
+    for name in fields:
+        yield because(Code.UNSUPPORTED, field=name, remedy=f"leave {name} out; whole GPUs in gangs are supported")

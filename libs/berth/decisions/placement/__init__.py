@@ -1,0 +1,1 @@
+"""Who gets which GPUs now: the one commit point."""

@@ -1,0 +1,199 @@
+"""The nodes and cards of a pool, and which cards are free, kept so that a search costs one array operation.
+
+A card is in one of these hands: nobody's, an attempt's, or held for a job that others make room for. Free counts cover
+whole cards that are nobody's, healthy, on a node that takes new work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from berth.contracts.events import NodeChanged
+from berth.contracts.nodes import GpuDescription, GpuHealthState, NodeState
+
+_PARTS = re.compile(r"(\d+)")
+_RANKS = 1 << 24
+"""More nodes than any pool has; keys are `free * _RANKS + rank`."""
+
+
+def natural_key(name: str) -> tuple[object, ...]:
+    """Sorts n2 before n10."""
+    return tuple(int(part) if part.isdigit() else part for part in _PARTS.split(name))
+
+
+@dataclass(slots=True)
+class Card:
+    """One card. owner: job id of the attempt that holds it, or `hold:<job id>`; empty: nobody's."""
+
+    uuid: str
+    index: int
+    card_type: str
+    memory_mib: int
+    health: GpuHealthState
+    description: GpuDescription
+    owner: str = ""
+
+
+@dataclass(slots=True)
+class Node:
+    """One node as last told."""
+
+    name: str
+    changed: NodeChanged
+    cards: list[Card]
+    groups: tuple[tuple[int, ...], ...]
+    by_uuid: dict[str, Card]
+    rows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it may get new work."""
+        return self.changed.state is NodeState.READY and not self.changed.cordoned
+
+
+@dataclass(slots=True)
+class TypePool:
+    """All nodes with cards of one type. Arrays are by row; a row is never reused for another node."""
+
+    card_type: str
+    nodes: list[Node] = field(default_factory=list)
+    free: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    usable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    total: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    rank: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    free_total: int = 0
+    version: int = 0
+
+    def add_row(self, node: Node) -> int:
+        """A row for a node that has just shown a card of this type."""
+        self.nodes.append(node)
+        for name in ("free", "usable", "total"):
+            setattr(self, name, np.append(getattr(self, name), 0))
+        order = sorted(range(len(self.nodes)), key=lambda row: natural_key(self.nodes[row].name))
+        self.rank = np.empty(len(order), dtype=np.int64)
+        self.rank[order] = np.arange(len(order))
+        return len(self.nodes) - 1
+
+    def slots(self, gpus: int) -> int:
+        """Workers of `gpus` cards each that fit now, node by node."""
+        if gpus == 0:
+            return 1 << 40 if len(self.nodes) else 0
+        return int((self.free // gpus).sum())
+
+    def largest_free(self) -> int:
+        """Most free cards on one node."""
+        return int(self.free.max()) if len(self.free) else 0
+
+
+class Fleet:
+    """All nodes of the pool, ever registered."""
+
+    def __init__(self) -> None:
+        """Without nodes."""
+        self.nodes: dict[str, Node] = {}
+        self.pools: dict[str, TypePool] = {}
+
+    def change(self, changed: NodeChanged) -> bool:
+        """Take over what is said of a node; False where something newer is known already."""
+        known = self.nodes.get(changed.node)
+        if known is not None and known.changed.node_version >= changed.node_version:
+            return False
+        owners = {card.uuid: card.owner for card in known.cards} if known else {}
+        cards = [
+            Card(gpu.uuid, gpu.index, gpu.card_type, gpu.memory_mib, gpu.health, gpu, owners.get(gpu.uuid, ""))
+            for gpu in sorted(changed.gpus, key=lambda gpu: gpu.index)
+        ]
+        node = known or Node(changed.node, changed, [], (), {})
+        # A card that vanished while it is held stays on the books until its attempt has ended.
+        present = {card.uuid for card in cards}
+        ghosts = [card for card in node.cards if card.owner and card.uuid not in present]
+        for ghost in ghosts:
+            ghost.health = GpuHealthState.QUARANTINED
+        node.changed, node.cards, node.groups = changed, cards + ghosts, changed.link_groups
+        node.by_uuid = {card.uuid: card for card in node.cards}
+        self.nodes[changed.node] = node
+        for card_type in sorted({card.card_type for card in cards} | set(node.rows)):
+            pool = self.pools.setdefault(card_type, TypePool(card_type))
+            if card_type not in node.rows:
+                node.rows[card_type] = pool.add_row(node)
+            self._recount(pool, node)
+        return True
+
+    def _recount(self, pool: TypePool, node: Node) -> None:
+        row = node.rows[pool.card_type]
+        cards = [card for card in node.cards if card.card_type == pool.card_type]
+        usable = [card for card in cards if card.health is GpuHealthState.HEALTHY and card.description.mig is None]
+        free = sum(not card.owner for card in usable) if node.takes_work else 0
+        pool.free_total += free - int(pool.free[row])
+        pool.free[row] = free
+        pool.usable[row] = len(usable) if node.takes_work else 0
+        pool.total[row] = sum(card.description.mig is None for card in cards)
+        pool.version += 1
+
+    def is_free(self, node: Node, card: Card) -> bool:
+        """Whether a new job could get this card as a whole."""
+        return (
+            not card.owner
+            and card.health is GpuHealthState.HEALTHY
+            and card.description.mig is None
+            and node.takes_work
+        )
+
+    def take(self, node_name: str, uuids: Iterable[str], owner: str) -> None:
+        """Put whole cards into somebody's hands. They must be nobody's, or held for that job.
+
+        Raises:
+            ValueError: a card is somebody else's; nothing has changed then.
+        """
+        node = self.nodes[node_name]
+        cards = [node.by_uuid[uuid] for uuid in uuids]
+        for card in cards:
+            if card.owner and card.owner != f"hold:{owner}":
+                raise ValueError(f"gpu {card.uuid} on {node_name} is held by {card.owner}, not free for {owner}")
+        for card in cards:
+            if self.is_free(node, card):
+                self._count(node, card, -1)
+            card.owner = owner
+
+    def release(self, node_name: str, uuids: Iterable[str], owner: str, *, to: str = "") -> list[str]:
+        """Take whole cards out of `owner`'s hands, into `to`'s (a hold) or nobody's; returns the card types."""
+        node = self.nodes.get(node_name)
+        types: list[str] = []
+        if node is None:
+            return types
+        for uuid in uuids:
+            card = node.by_uuid.get(uuid)
+            if card is None or card.owner != owner:
+                continue
+            card.owner = to
+            if card.card_type not in types:
+                types.append(card.card_type)
+            if self.is_free(node, card):
+                self._count(node, card, 1)
+        return types
+
+    def _count(self, node: Node, card: Card, by: int) -> None:
+        pool = self.pools[card.card_type]
+        pool.free[node.rows[card.card_type]] += by
+        pool.free_total += by
+        pool.version += 1
+
+    def free_cards(self, node: Node, card_type: str) -> list[Card]:
+        """Free whole cards of a type on a node, by index."""
+        return [card for card in node.cards if card.card_type == card_type and self.is_free(node, card)]
+
+    def all_cards(self) -> Iterator[tuple[Node, Card]]:
+        """Every card with its node, in order of node names."""
+        for name in sorted(self.nodes, key=natural_key):
+            node = self.nodes[name]
+            for card in node.cards:
+                yield node, card
+
+    def installed(self) -> dict[str, int]:
+        """Cards of each type ever registered and not gone, whatever their state."""
+        return {card_type: int(pool.total.sum()) for card_type, pool in sorted(self.pools.items())}

@@ -1,0 +1,132 @@
+"""A job as placement knows it, and its record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from berth.contracts.reasons import Code
+from berth.decisions.placement.claim import Amount, Claim, claim_from_json, claim_to_json
+
+MICROSECONDS = 1_000_000
+
+
+def micros(moment: datetime) -> int:
+    """Microseconds since 1970; exact, so that order and equality survive a record."""
+    return round(moment.timestamp() * MICROSECONDS)
+
+
+def moment(microseconds: int) -> datetime:
+    """The reverse of `micros`, in UTC."""
+    return datetime.fromtimestamp(microseconds / MICROSECONDS, UTC)
+
+
+class Phase(StrEnum):
+    """Where a job is, for placement.
+
+    waiting: competes. resting: competes from `not_before` on. placed: holds GPUs. between: its attempt has ended and
+    lifecycle has yet to say whether it comes again. withdrawn: admission took its admission back.
+    """
+
+    WAITING = "waiting"
+    RESTING = "resting"
+    PLACED = "placed"
+    BETWEEN = "between"
+    WITHDRAWN = "withdrawn"
+
+
+@dataclass(slots=True)
+class Held:
+    """What one worker of a placed job holds."""
+
+    worker: int
+    node: str
+    gpus: tuple[str, ...]
+    card_type: str
+    role: str = ""
+    amount: Amount = 0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Times in microseconds; 0: not yet. told: reason codes of the last JobWaiting."""
+
+    id: str
+    claim: Claim
+    submitted: int
+    trace: str = ""
+    phase: Phase = Phase.WAITING
+    attempt: int = 0
+    fence: int = 0
+    placed_at: int = 0
+    started_at: int = 0
+    not_before: int = 0
+    held: list[Held] = field(default_factory=list)
+    told: tuple[Code, ...] | None = None
+    is_stopping: bool = False
+    cause: str = ""
+
+    @property
+    def amount(self) -> Amount:
+        """GPUs held."""
+        return sum(held.amount for held in self.held)
+
+    def to_json(self, emitted: int) -> dict[str, Any]:
+        """The record; `emitted`: how many events about the job were sent."""
+        body: dict[str, Any] = {
+            "claim": claim_to_json(self.claim),
+            "submitted": self.submitted,
+            "phase": self.phase.value,
+            "n": emitted,
+        }
+        if self.trace:
+            body["trace"] = self.trace
+        if self.attempt:
+            body["attempt"] = self.attempt
+            body["fence"] = self.fence
+        if self.held:
+            body["held"] = [_held_to_json(held) for held in self.held]
+            body["placed_at"] = self.placed_at
+        if self.started_at:
+            body["started_at"] = self.started_at
+        if self.not_before:
+            body["not_before"] = self.not_before
+        if self.told is not None:
+            body["told"] = [code.value for code in self.told]
+        if self.is_stopping:
+            body["stopping"] = True
+        return body
+
+
+def _held_to_json(held: Held) -> list[Any]:
+    amount: int | str = held.amount if isinstance(held.amount, int) else str(held.amount)
+    return [held.worker, held.node, list(held.gpus), held.card_type, held.role, amount]
+
+
+def _held_from_json(body: list[Any]) -> Held:
+    from fractions import Fraction
+
+    worker, node, gpus, card_type, role, amount = body
+    return Held(worker, node, tuple(gpus), card_type, role, amount if isinstance(amount, int) else Fraction(amount))
+
+
+def job_from_json(job_id: str, body: dict[str, Any], claims: dict[Claim, Claim]) -> Job:
+    """The job in a record; `claims` makes equal claims one object."""
+    claim = claim_from_json(body["claim"])
+    return Job(
+        id=job_id,
+        claim=claims.setdefault(claim, claim),
+        submitted=body["submitted"],
+        trace=body.get("trace", ""),
+        phase=Phase(body["phase"]),
+        attempt=body.get("attempt", 0),
+        fence=body.get("fence", 0),
+        placed_at=body.get("placed_at", 0),
+        started_at=body.get("started_at", 0),
+        not_before=body.get("not_before", 0),
+        held=[_held_from_json(entry) for entry in body.get("held", ())],
+        told=tuple(Code(code) for code in body["told"]) if "told" in body else None,
+        is_stopping=body.get("stopping", False),
+    )

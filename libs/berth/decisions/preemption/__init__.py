@@ -1,0 +1,1 @@
+"""Whom to stop so that another can start."""

@@ -1,0 +1,1 @@
+"""Who owns, lends, borrows and holds how much."""
