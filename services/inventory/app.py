@@ -12,8 +12,8 @@ from berth.bus.errors import Disconnected
 from berth.bus.provision import ensure_node_consumer
 from berth.contracts import subjects
 from berth.contracts.nodes import NodeAccepted, RegisterNode, RegistrationRefused, TelemetryFrame
-from berth.contracts.requests import NodesQuestion
-from berth.decisions.health import InventoryCore
+from berth.contracts.requests import NodesAnswer, NodesQuestion
+from berth.decisions.health.core import InventoryCore
 from berth.runtime.core_handler import CoreHandler
 from berth.runtime.event_service import EventService
 from berth.runtime.process import ServiceContext, run_service
@@ -32,25 +32,22 @@ def run() -> None:
 
 async def main(context: ServiceContext[Settings]) -> None:
     """Until cancelled."""
-    settings = context.settings
-    pool = settings.pool
+    pool = context.settings.pool
     async with wired(context, service=SERVICE) as parts:
         bus = parts.connection
         service: Service = event_service(
             context,
             parts,
             service=SERVICE,
-            make_handler=lambda: CoreHandler(
-                InventoryCore(telemetry_every_seconds=settings.telemetry_seconds), pool=pool
-            ),
+            make_handler=lambda: CoreHandler(InventoryCore(), pool=pool),
         )
 
         async def register(asked: RegisterNode) -> NodeAccepted | RegistrationRefused:
             await ensure_node_consumer(bus, pool, asked.description.node)
             return await service.change(lambda handler, now: handler.core.register(asked, now=now))
 
-        async def nodes(asked: NodesQuestion) -> object:
-            return await service.query(lambda handler: handler.core.nodes(asked.node))
+        async def nodes(asked: NodesQuestion) -> NodesAnswer:
+            return await service.query(lambda handler: handler.core.nodes(asked.node, now=datetime.now(UTC)))
 
         service.serve("register", answering(RegisterNode, register))
         service.serve("nodes", answering(NodesQuestion, nodes))
@@ -88,7 +85,7 @@ class Hearing:
             return
         due = handler.core.next_timer()
         renewed = handler.core.heard(frame, now=datetime.now(UTC))
-        if reply and renewed is not None:
+        if reply:
             with contextlib.suppress(Disconnected):  # the node hears nothing then, and asks again
                 self._bus.answer_nowait(reply, renewed.model_dump_json().encode())
         if handler.core.has_news or handler.core.next_timer() != due:

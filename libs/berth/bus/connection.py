@@ -55,9 +55,13 @@ class BusSettings:
     nkey_seed_file: Path | None = None
     inbox_prefix: str = "_INBOX"
     """Every user has its own, so that nobody can read another one's replies."""
+    api_prefix: str = "$JS.API"
+    """Where JetStream's request API is found; another subject for users outside the streams' account."""
     tls: ssl.SSLContext | None = None
     connect_timeout_s: float = 30.0
     """How long `Connection.open` tries before it gives up; later losses are retried for ever."""
+    probe_interval_s: float = 5.0
+    """How often the server is asked for a sign of life; after two without an answer the connection is made anew."""
 
 
 @dataclass(slots=True)
@@ -296,7 +300,7 @@ class Connection:
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.25,
                 connect_timeout=5,
-                ping_interval=5,
+                ping_interval=s.probe_interval_s,
                 max_outstanding_pings=2,
                 **options,
             )
@@ -577,13 +581,13 @@ class Connection:
     async def _watch(self) -> None:
         """Notice a connection that is up by name only: a dead read loop or a server that stopped answering."""
         while not self.closed.is_set():
-            await asyncio.sleep(5)
+            await asyncio.sleep(self.settings.probe_interval_s)
             if not self.is_connected:
                 continue
             try:
                 if not self._client.has_live_tasks:
                     raise Disconnected("a client task has ended")
-                await self.flush(timeout=5)
+                await self.flush(timeout=self.settings.probe_interval_s)
             except Disconnected as error:
                 if self.is_connected:
                     self.counters.forced_reconnects += 1

@@ -17,8 +17,6 @@
 Every `TransientError` means "maybe done". Retries are safe because message ids are deterministic.
 """
 
-# named for what happened, as everywhere in this package
-
 from __future__ import annotations
 
 

@@ -48,14 +48,15 @@ def publish_error(error: Mapping[str, Any]) -> BusError:
 async def call(
     connection: Connection, verb: str, body: Mapping[str, Any] | None = None, *, timeout: float = 5.0
 ) -> dict[str, Any]:
-    """One request to `$JS.API.<verb>`.
+    """One request to JetStream's API.
 
     Raises:
         ServerBusy: JetStream is not ready. ConsumerMissing, NoStream: what was asked for does not exist.
         ProvisionError: any other answer that is an error.
     """
+    subject = f"{connection.settings.api_prefix}.{verb}"
     try:
-        reply = await connection.request(f"$JS.API.{verb}", orjson.dumps(body) if body else b"", timeout=timeout)
+        reply = await connection.request(subject, orjson.dumps(body) if body else b"", timeout=timeout)
     except NoResponders as error:
         raise ServerBusy(f"JetStream does not answer {verb}") from error
     answer: dict[str, Any] = orjson.loads(reply.data)

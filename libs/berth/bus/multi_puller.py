@@ -16,7 +16,7 @@ from typing import Self
 
 from berth.bus import jsapi, wire
 from berth.bus.connection import Connection, Subscription
-from berth.bus.errors import BusError, DeadlineExceeded, Disconnected
+from berth.bus.errors import BusError, DeadlineExceeded, Disconnected, TransientError
 from berth.bus.message import Message, read_message
 from berth.bus.puller import Inbox
 
@@ -64,7 +64,9 @@ class MultiPuller:
 
     Args:
         batch: most messages of one request, per consumer.
-        expires_s: how long the server keeps a request open; jittered, so that hundreds do not expire together.
+        expires_s: how long the server keeps a request open; jittered, so that hundreds do not expire together. A
+            request that reaches the server while its consumer is being deleted is lost without an answer, and made
+            again after this time.
         resets_on_reconnect: after a reconnect let the server send again what was not acknowledged, at once instead of
             after `ack_wait`. The reader must tolerate repeats.
         on_missing: called with the names of consumers that do not exist (with back-off); it should provision them.
@@ -77,7 +79,7 @@ class MultiPuller:
         consumers: Iterable[str] = (),
         *,
         batch: int = 64,
-        expires_s: float = 30.0,
+        expires_s: float = 15.0,
         resets_on_reconnect: bool = True,
         on_missing: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     ) -> None:
@@ -304,9 +306,12 @@ class MultiPuller:
                         return
                     except DeadlineExceeded:
                         return  # the consumer is missing; the pull request that follows finds out
-                    except BusError as error:
+                    except TransientError as error:
                         log.debug("reset of %s: %s", lane.consumer, error)
                         await asyncio.sleep(0.2)
+                    except BusError as error:
+                        log.warning("reset of %s is refused: %s", lane.consumer, error)
+                        return
 
         await asyncio.gather(*(reset(lane) for lane in list(self._by_token.values())))
         self._is_paused = False

@@ -52,12 +52,22 @@ FLEET = "fleet"
 """The agents' user: one for a process that hosts many nodes."""
 SYSTEM = "sys"
 _PUBLIC_STREAM_MAX_BYTES = 1 << 30
+_NODES_API = "$JS.BERTH.API"
 _RESPONSES = {"max": 1, "expires": "2m"}
 
 
 def inbox_prefix(user: str) -> str:
     """Replies to `user` come here, and only `user` may listen."""
     return f"_INBOX_{user}"
+
+
+def api_prefix(user: str) -> str:
+    """Where `user` finds JetStream's request API.
+
+    Agents are outside the streams' account. Under the usual name their own account, which has no JetStream, would
+    answer as well, and first; pull requests have no such second listener and keep their name.
+    """
+    return _NODES_API if user not in (PROVISIONER, *SERVICE_PUBLISH) else "$JS.API"
 
 
 def service_permissions(service: str) -> dict[str, Any]:
@@ -77,11 +87,14 @@ def agent_permissions(user: str = FLEET, pool: str = "*", node: str | None = Non
     """Permissions of the agents' common user, or of one node's own."""
     consumer = ">" if node is None else f"{pool}={node}"
     tail = "" if node is None else ".>"
-    publish = [f"$JS.API.CONSUMER.{verb}.{COMMANDS}.{consumer}" for verb in ("MSG.NEXT", "INFO", "RESET")] + [
+    publish = [
+        f"$JS.API.CONSUMER.MSG.NEXT.{COMMANDS}.{consumer}",
+        *(f"{_NODES_API}.CONSUMER.{verb}.{COMMANDS}.{consumer}" for verb in ("INFO", "RESET")),
         f"$JS.ACK.{COMMANDS}.{consumer}{tail}",
         f"$JS.ACK.*.*.{COMMANDS}.{consumer}{tail}",
+        *AGENT_REPORTS,
+        *AGENT_REQUESTS,
     ]
-    publish += [*AGENT_REPORTS, *AGENT_REQUESTS]
     publish += AGENT_TELEMETRY if node is None else [f"berth.tel.{pool}.{node}"]
     serves = AGENT_SERVES if node is None else [f"berth.req.{pool}.node.{node}.>"]
     return _permissions(publish, [f"{inbox_prefix(user)}.>", *serves])
@@ -149,7 +162,9 @@ def accounts_config(public_keys: Mapping[str, str], subscribers: Iterable[str] =
         "exports": [
             *({"service": subject, "accounts": ["BERTH"]} for subject in AGENT_SERVES),
         ],
-        "imports": [{"service": {"account": "BERTH", "subject": subject}} for subject, _ in offered],
+        "imports": [
+            {"service": {"account": "BERTH", "subject": subject}, **_renamed(subject)} for subject, _ in offered
+        ],
     }
     public = {
         "jetstream": {"max_mem": 0, "max_file": _PUBLIC_STREAM_MAX_BYTES, "max_streams": 1},
@@ -157,6 +172,14 @@ def accounts_config(public_keys: Mapping[str, str], subscribers: Iterable[str] =
         "imports": [{"stream": {"account": "BERTH", "subject": f"{PUBLIC_PREFIX}.>"}}],
     }
     return {"BERTH": berth, "NODES": nodes, "PUB": public, "SYS": {"users": [{"nkey": public_keys[SYSTEM]}]}}
+
+
+def _renamed(subject: str) -> dict[str, str]:
+    """Under which name agents see what they import; see `api_prefix`."""
+    api, pull = "$JS.API.", "$JS.API.CONSUMER.MSG.NEXT."
+    if subject.startswith(api) and not subject.startswith(pull):
+        return {"to": f"{_NODES_API}.{subject.removeprefix(api)}"}
+    return {}
 
 
 def _ack_subjects(stream: str) -> tuple[str, str]:

@@ -104,6 +104,8 @@ class NodeAccepted(Wire):
     """Answer to `RegisterNode`: the session epoch, new at each registration, and the lease that telemetry renews.
 
     platform_time: the platform's clock, by which expiries are meant; the node's own may be wrong.
+    pool_nodes: nodes of the pool; an agent that hosts or reaches more than half of them, none of which is heard, takes
+    it for an outage of the platform and lets its work go on. 0: not known, it then stops its work at the deadline.
     """
 
     node: Token
@@ -111,6 +113,7 @@ class NodeAccepted(Wire):
     lease_seconds: float
     telemetry_every_seconds: float
     platform_time: Instant | None = None
+    pool_nodes: int = 0
 
 
 class RegistrationRefused(Wire):
@@ -152,3 +155,4 @@ class LeaseRenewed(Wire):
     lease_seconds: float
     register_again: bool = False
     platform_time: Instant | None = None
+    pool_nodes: int = 0

@@ -25,7 +25,7 @@ import nkeys
 import psutil
 
 from berth.bus.connection import BusSettings
-from berth.bus.permissions import accounts_config, all_users, inbox_prefix
+from berth.bus.permissions import accounts_config, all_users, api_prefix, inbox_prefix
 
 STOP_TIMEOUT_S = 60.0
 """A graceful stop takes about 10 ms for each consumer."""
@@ -72,6 +72,7 @@ def bus_settings(
         name=name or user,
         nkey_seed_file=_seed_file(credentials, user),
         inbox_prefix=inbox_prefix(user),
+        api_prefix=api_prefix(user),
         connect_timeout_s=connect_timeout_s,
     )
 

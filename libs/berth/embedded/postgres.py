@@ -85,6 +85,7 @@ class _Running:
     pid: int
     port: int
     socket_dir: str
+    is_ready: bool
 
 
 class PostgresServer:
@@ -123,13 +124,13 @@ class PostgresServer:
 
     @property
     def pid(self) -> int | None:
-        """The process that serves this data now, whoever started it."""
-        running = self._running()
+        """The process that works on this data now, whoever started it; also while it starts or stops."""
+        running = self._process_at_work()
         return running.pid if running else None
 
     @property
     def port(self) -> int:
-        running = self._running()
+        running = self._process_at_work()
         return running.port if running else int((self.home / "port").read_text())
 
     def dsn(
@@ -143,7 +144,7 @@ class PostgresServer:
             known = json.loads(self.credentials_path.read_text())
             user, password = known["user"], known["password"]
         who = quote(user, safe="") + (f":{quote(password, safe='')}" if password else "")
-        running = self._running()
+        running = self._process_at_work()
         if tcp or running is None:
             return f"postgresql://{who}@{HOST}:{self.port}/{database}"
         return f"postgresql://{who}@/{database}?host={quote(running.socket_dir, safe='')}&port={running.port}"
@@ -160,7 +161,7 @@ class PostgresServer:
             ServerDidNotStart: with the end of its log.
         """
         with self._locked():
-            if self._running() is not None:
+            if self._is_ready_in_the_end():
                 return self
             if not (self.data_dir / "PG_VERSION").exists():
                 self._make_data()
@@ -176,7 +177,7 @@ class PostgresServer:
         if not self.home.exists():
             return
         with self._locked():
-            running = self._running()
+            running = self._process_at_work()
             if running is None:
                 return
             for how, patience_s in ((signal.SIGINT, FAST_STOP_S), (signal.SIGQUIT, IMMEDIATE_STOP_S)):
@@ -188,7 +189,7 @@ class PostgresServer:
 
     def kill(self) -> None:
         """Kill the server and its children as a power cut would. For tests of recovery."""
-        running = self._running()
+        running = self._process_at_work()
         if running is None:
             return
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
@@ -202,7 +203,11 @@ class PostgresServer:
         """Stop and remove the data for good, also where it lies outside `home`."""
         self.stop()
         data = self.data_dir
-        shutil.rmtree(data if data.parent == self.home else data.parent, ignore_errors=True)
+        shutil.rmtree(data, ignore_errors=True)
+        if data.parent != self.home:
+            with contextlib.suppress(OSError):
+                data.parent.rmdir()
+                data.parent.parent.rmdir()  # the shared home, when nothing else lives there
         shutil.rmtree(self.home, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -322,8 +327,8 @@ class PostgresServer:
         """Wait until the server says that it takes connections; False when it ended instead."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
-            running = self._running()
-            if running is not None and running.pid == process.pid and _accepts(running.port):
+            running = self._process_at_work()
+            if running is not None and running.pid == process.pid and running.is_ready and _accepts(running.port):
                 return True
             time.sleep(0.01)
         return False
@@ -340,16 +345,25 @@ class PostgresServer:
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
-    def _running(self) -> _Running | None:
-        """What `postmaster.pid` says, when its process lives, serves this data, and is ready."""
+    def _process_at_work(self) -> _Running | None:
+        """What `postmaster.pid` says, when its process lives and works on this data."""
         try:
             lines = (self.data_dir / "postmaster.pid").read_text().splitlines()
-            pid = int(lines[0])
+            pid, port, socket_dir = int(lines[0]), int(lines[3]), lines[4]
         except (FileNotFoundError, IndexError, ValueError):
             return None
-        if len(lines) < 8 or lines[7].strip() != "ready" or not _serves(pid, self.data_dir):
+        if not _serves(pid, self.data_dir):
             return None
-        return _Running(pid, int(lines[3]), lines[4])
+        return _Running(pid, port, socket_dir, is_ready=len(lines) > 7 and lines[7].strip() == "ready")
+
+    def _is_ready_in_the_end(self) -> bool:
+        """Whether a server of this data takes connections, after waiting for one that just starts or stops."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (running := self._process_at_work()) is not None and time.monotonic() < deadline:
+            if running.is_ready:
+                return True
+            time.sleep(0.02)
+        return False
 
     def _forget_stale_pid_file(self) -> None:
         """Remove a pid file whose number now belongs to a process that is no server of this data.

@@ -1,7 +1,8 @@
 """Fault points: places where a test lets the process die, to prove that nothing is lost there.
 
 `BERTH_FAULT_POINT=placement.before_commit:3` kills the process with SIGKILL at the third passing of that point: no
-cleanup, no flush, as a power cut would. Without the variable a fault point costs one comparison.
+cleanup, no flush, as a power cut would. With `BERTH_FAULTS_ON_SIGNAL=1` a running service takes the same text from
+`<home>/run/<service>.fault` at SIGUSR1. Without either a fault point costs one comparison.
 """
 
 import os

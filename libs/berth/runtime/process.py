@@ -205,6 +205,8 @@ async def _supervise(context: ServiceContext[S], main: Main[S], *, drain_seconds
 
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, stop, sign.name)
+        if context.settings.faults_on_signal:
+            loop.add_signal_handler(signal.SIGUSR1, _arm_from_file, context)
         try:
             await asyncio.wait([body])
         finally:
@@ -212,6 +214,18 @@ async def _supervise(context: ServiceContext[S], main: Main[S], *, drain_seconds
             context.stopping.set()
             context.cancel_spawned()
             cut_off.start()
+
+
+def _arm_from_file(context: ServiceContext[S]) -> None:
+    """Arm the fault point that a test has written; what cannot be read disarms."""
+    path = context.settings.run_directory / f"{context.service}.fault"
+    try:
+        faults.arm(path.read_text().strip())
+    except (OSError, ValueError) as error:
+        faults.arm(None)
+        context.log.warning("no fault point armed", file=str(path), reason=str(error))
+        return
+    context.log.warning("fault point armed: this process will kill itself", fault_point=path.read_text().strip())
 
 
 async def _as_none(work: Awaitable[object]) -> None:

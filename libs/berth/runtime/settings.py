@@ -113,6 +113,9 @@ class BerthSettings(BaseSettings):
     trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="share of requests considered for tracing, 0 to 1")
     trace_roots_per_second: float = Field(10.0, ge=0, le=10_000, description="requests traced per second at most")
     fault_point: str | None = Field(None, description="tests only: `<name>:<n>` kills the process at the n-th passing")
+    faults_on_signal: bool = Field(
+        False, description="tests only: SIGUSR1 arms the fault point written in <home>/run/<service>.fault"
+    )
 
     @field_validator("pool")
     @classmethod

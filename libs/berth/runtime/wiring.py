@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from berth.bus.connection import BusSettings, Connection, CoreMessage
 from berth.bus.errors import RequestFailed
-from berth.bus.permissions import inbox_prefix
+from berth.bus.permissions import api_prefix, inbox_prefix
 from berth.runtime.event_service import BatchHandler, EventService
 from berth.runtime.process import ServiceContext
 from berth.runtime.settings import BerthSettings
@@ -40,6 +40,7 @@ def bus_settings(settings: BerthSettings, *, service: str, user: str) -> BusSett
         name=f"berth-{service}",
         nkey_seed_file=settings.nats_credentials_file,
         inbox_prefix=inbox_prefix(user),
+        api_prefix=api_prefix(user),
     )
 
 

@@ -7,12 +7,13 @@ Usage, in this order (`notes` of the protocol are in DESIGN section 5):
         fresh = await tx.new_ids(event_ids)                 # repeats are left out
         ...                                                 # apply the fresh events, decide
         tx.upsert_records(...); tx.add_outbox(...); tx.set_position(...); tx.log_commit(...)
-    publish(tx.stored_outbox); database.forget_outbox(ids)  # written off by the next batch
+    publish(...); database.forget_outbox(tx.outbox_ids)     # written off by the next batch
 
 Nothing but `new_ids` talks to the server before the end of the block. Then one function call (`berth_commit`) writes
-everything, checks the epoch and is its own transaction: two round trips for a batch, 0.3 ms, where BEGIN, seven
-statements and COMMIT took 1.3 ms. Looking ids up before the transaction is safe because the function inserts them and
-refuses the batch when one of them came in elsewhere in between (`InboxConflict`: run the batch again).
+everything, checks the epoch and is its own transaction: two round trips for a batch instead of nine. Measured in
+memory: 0.5 ms for one event in and one message out, 12 ms for 500 of each; a single statement of data-modifying CTEs
+costs the same. Looking ids up before the transaction is safe because the function inserts them and refuses the batch
+when one of them came in elsewhere in between (`InboxConflict`: run the batch again).
 
 A service with statements of its own asks for `await tx.con()`: from then on everything runs in an explicit
 transaction on that connection, still with the one call at the end.
@@ -32,6 +33,7 @@ from asyncpg.transaction import Transaction
 
 from berth.store.common_v1 import COMMIT_PARAMETERS
 from berth.store.database import store_errors
+from berth.store.errors import Unreachable
 from berth.store.outbox import OutboxRow
 from berth.store.parked import Parked, ParkedMessage, open_entities, take
 
@@ -79,8 +81,8 @@ class BatchTransaction:
         self._more_replays = False
         self._entry: CommitEntry | None = None
         self._is_abandoned = False
-        self.stored_outbox: list[OutboxRow] = []
-        """After the commit: the rows of `add_outbox` with their ids, in order."""
+        self.outbox_ids: list[int] = []
+        """After the commit: the ids of the rows of `add_outbox`, in order."""
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +144,7 @@ class BatchTransaction:
             self._records[kind, key] = None
 
     def add_outbox(self, rows: Iterable[OutboxRow]) -> None:
-        """Store messages to publish after the commit; `stored_outbox` has them with their ids then."""
+        """Store messages to publish after the commit; `outbox_ids` has their ids then."""
         self._outbox.extend(rows)
 
     def forget_outbox(self, ids: Collection[int]) -> None:
@@ -180,6 +182,14 @@ class BatchTransaction:
         """Leave no trace of this batch, though its block ends well."""
         self._is_abandoned = True
 
+    @property
+    def stored_outbox(self) -> list[OutboxRow]:
+        """After the commit: the rows of `add_outbox` with their ids, in order."""
+        return [
+            OutboxRow(row.event_id, row.subject, row.headers, row.payload, row_id)
+            for row, row_id in zip(self._outbox, self.outbox_ids, strict=True)
+        ]
+
     # --- the block --------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
@@ -198,7 +208,7 @@ class BatchTransaction:
             if kind is None and not self._is_abandoned:
                 await self._commit()
             else:
-                await self._undo()
+                await self._undo(error)
         finally:
             self._connection = None
             if self._replays_left:
@@ -222,7 +232,7 @@ class BatchTransaction:
             raise
         self._database.outbox.written_off(published)
         if ids:
-            self.stored_outbox = [replace(row, id=row_id) for row, row_id in zip(self._outbox, ids, strict=True)]
+            self.outbox_ids = list(ids)
             self._database.outbox.stored(ids)
         if self._still_parked is not None:
             self._database.parked_entities = set(self._still_parked)
@@ -236,8 +246,10 @@ class BatchTransaction:
         ids: Sequence[int] | None = await statement.fetchval(*map(arguments.get, PARAMETER_ORDER))
         return ids
 
-    async def _undo(self) -> None:
-        if self._explicit is not None:
+    async def _undo(self, error: BaseException | None = None) -> None:
+        if isinstance(error, Unreachable):
+            self._database.drop_connection()
+        elif self._explicit is not None:
             try:
                 with store_errors():
                     await self._explicit.rollback()

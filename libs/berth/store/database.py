@@ -119,10 +119,14 @@ class Database:
         """The dedicated connection, connected again when it was lost. For whoever holds the batch lock."""
         if self._batch_connection is None or self._batch_connection.is_closed():
             with store_errors():
-                self._commit_statement = None
-                self._batch_connection = await connect(self.settings, "batch", **_BATCH_PLANS)
-                await self._batch_connection.add_listener(PARKED_CHANNEL, self._on_parked_changed)
-                await self._load_parked_entities(self._batch_connection)
+                connection = await connect(self.settings, "batch", **_BATCH_PLANS)
+                try:
+                    await connection.add_listener(PARKED_CHANNEL, self._on_parked_changed)
+                    await self._load_parked_entities(connection)
+                except BaseException:
+                    connection.terminate()
+                    raise
+            self._batch_connection, self._commit_statement = connection, None
             self.parked_changed.set()
         return self._batch_connection
 

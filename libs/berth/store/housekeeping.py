@@ -32,7 +32,8 @@ ROWS_AT_ONCE = 5000
 
 
 async def keep_house(database: Database) -> None:
-    """Write off what was published and prune, until cancelled. One for each process; several do not disturb each other."""
+    """Write off what was published and prune, until cancelled. One for each process; several do not disturb each
+    other."""
     since_prune_s = PRUNE_EVERY_S
     while True:
         try:

@@ -15,6 +15,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import importlib.util
 import os
 import secrets
 import sys
@@ -26,9 +27,18 @@ import asyncpg
 
 from berth.store.errors import MigrationRefused
 
+
+def _services_dir() -> Path:
+    """Where the services are, in a checkout or installed; found, not imported."""
+    spec = importlib.util.find_spec("services")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0])
+    return Path(__file__).resolve().parents[3] / "services"
+
+
 SERVICES = ("gateway", "inventory", "admission", "placement", "lifecycle", "audit")
 ROLE_PREFIX = "berth_"
-SERVICES_DIR = Path(__file__).resolve().parents[3] / "services"
+SERVICES_DIR = _services_dir()
 ALEMBIC_DIR = Path(__file__).with_name("alembic")
 MIGRATION_LOCK = 0x6265727468  # two starters at once: the second waits, then finds nothing to do
 SCRAM_ITERATIONS = 4096

@@ -30,6 +30,9 @@ def as_store_error(error: BaseException) -> StoreError | None:
         return _by_sqlstate(error)
     if isinstance(error, asyncpg.InterfaceError) and not isinstance(error, ValueError):
         return Unreachable(str(error))
+    if isinstance(error, asyncpg.InternalClientError):
+        # The server said goodbye while the connection was idle, and the driver has not read the end of it yet.
+        return Unreachable(str(error))
     if isinstance(error, OSError):  # covers TimeoutError, refused and reset connections
         return Unreachable(str(error) or type(error).__name__)
     return None

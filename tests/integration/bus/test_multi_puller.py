@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from berth.bus import Message, MultiPuller, Publisher
 from berth.bus.permissions import PROVISIONER
@@ -94,11 +95,13 @@ async def test_missing_consumers_are_provisioned_while_the_others_go_on(nats: Na
     publisher = Publisher(await nats.connect("lifecycle"))
     asked: list[str] = []
 
-    async def provision(missing: object) -> None:
-        asked.extend(missing)  # type: ignore[call-overload]
+    async def provision(missing: Sequence[str]) -> None:
+        asked.extend(missing)
         await ensure_node_consumers(admin, POOL, ["n7"])
 
-    async with MultiPuller(await nats.connect("fleet"), COMMANDS, CONSUMERS, on_missing=provision) as puller:
+    fleet = await nats.connect("fleet")
+    async with MultiPuller(fleet, COMMANDS, CONSUMERS, on_missing=provision) as puller:
+        await fleet.flush()
         await delete_consumer(admin, COMMANDS, node_consumer(POOL, "n7"))
         await publisher.publish([a_command(node) for node in NODES], 5)
 
@@ -127,6 +130,7 @@ async def test_all_nodes_resume_quickly_after_a_crash_and_get_again_what_was_not
             again = await take(puller, 100)
 
         assert time.monotonic() - started < 2
+        assert puller.counters.resets == 50
         assert Counter(message.header("Nats-Msg-Id") for message in again) == {
             f"{node}.{number}.launch": 1 for node in NODES for number in (1, 2)
         }

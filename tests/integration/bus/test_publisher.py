@@ -252,3 +252,13 @@ async def test_stream_without_atomic_batches_is_still_published_to(nats: NatsPla
 
     assert [result.seq for result in results] == list(range(1, 41))
     assert publisher.counters.batches == 0
+
+
+async def test_more_batches_at_once_than_the_server_keeps_open_are_all_stored(nats: NatsPlatform) -> None:
+    publisher = Publisher(await nats.connect("lifecycle"))
+    results = await asyncio.gather(
+        *(publisher.publish(events(20, prefix=f"{number}-"), 20) for number in range(150)),
+    )
+    assert all(result.is_stored for batch in results for result in batch)
+    for batch in results:
+        assert [result.seq for result in batch] == sorted(result.seq for result in batch)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import orjson
+
 from berth.contracts.envelope import Envelope, Fact, Order
 from berth.contracts.events import (
     AttemptEnded,

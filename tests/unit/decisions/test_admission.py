@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from berth.contracts.envelope import Fact, Order
 from berth.contracts.events import (
     JobAdmitted,
@@ -18,7 +19,6 @@ from berth.contracts.events import (
     PolicyRejected,
 )
 from berth.decisions.admission import AdmissionCore
-
 from tests.unit.decisions.builders import START, Driver, a_node, a_policy, a_spec, of_type
 
 

@@ -204,3 +204,24 @@ def test_a_port_that_is_taken_is_a_crash_with_a_reason(start: Start) -> None:
 
     assert process.returncode == 1
     assert "address already in use" in err.lower()
+
+
+def test_a_running_service_can_be_told_to_die_at_a_fault_point(start: Start, tmp_path: Path) -> None:
+    process = start(
+        """
+        from berth.runtime.faults import fault_point
+
+        async def main(context):
+            print("up", flush=True)
+            while True:
+                await fault_point("demo.before_commit")
+                await asyncio.sleep(0.001)
+        """,
+        BERTH_FAULTS_ON_SIGNAL="1",
+    )
+    wait_for(process, "up")
+    (tmp_path / "home" / "run" / "demo.fault").write_text("demo.before_commit:2\n")
+
+    process.send_signal(signal.SIGUSR1)
+
+    assert process.wait(timeout=20) == -signal.SIGKILL

@@ -134,6 +134,7 @@ class InventoryCore(Core):
             lease_seconds=self.lease_seconds,
             telemetry_every_seconds=self.telemetry_every_seconds,
             platform_time=now,
+            pool_nodes=len(self._ears),
         )
 
     def heard(self, frame: TelemetryFrame, *, now: datetime) -> LeaseRenewed:
@@ -155,6 +156,7 @@ class InventoryCore(Core):
             lease_seconds=self.lease_seconds,
             register_again=not known,
             platform_time=now,
+            pool_nodes=len(self._ears),
         )
 
     def was_deaf(self, *, now: datetime) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from berth.contracts.events import AllocationReleased, AttemptEnded, AttemptOutcome, JobCancelled, JobPlaced, JobWaiting
 from berth.contracts.nodes import NodeState
-
 from tests.unit.decisions.builders import Pool, a_node, a_policy, of_type, placed, told_waiting
 
 
@@ -195,7 +195,6 @@ def test_waiting_is_told_again_only_when_the_codes_change() -> None:
 def test_nothing_is_placed_before_a_policy_is_in_force() -> None:
     pool = Pool.__new__(Pool)
     from berth.decisions.placement.core import PlacementCore
-
     from tests.unit.decisions.builders import Driver
 
     Driver.__init__(pool, PlacementCore())

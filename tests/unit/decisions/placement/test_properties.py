@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from berth.contracts.events import AttemptOutcome
-from berth.contracts.nodes import NodeState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from berth.contracts.events import AttemptOutcome
+from berth.contracts.nodes import NodeState
 from tests.unit.decisions.builders import Pool, a_node, a_policy
 
 QUOTA = {"lab": 12, "shop": 6}

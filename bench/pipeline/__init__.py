@@ -1,0 +1,1 @@
+"""Benches of the running platform: throughput, start latency, start-up and memory."""

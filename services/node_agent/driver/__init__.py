@@ -1,0 +1,1 @@
+"""What an agent needs to know of its cards, and two ways to know it: NVML, and a simulation."""

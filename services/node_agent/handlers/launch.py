@@ -1,0 +1,115 @@
+"""`LaunchWorkers`: start programs, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from berth.bus.errors import BusError
+from berth.contracts.commands import LaunchWorkers, WorkerPlan
+from berth.contracts.envelope import Envelope
+from berth.contracts.reasons import Code, because
+from berth.telemetry.logs import get_logger
+from services.node_agent.deps import Deps
+from services.node_agent.driver.sim import SimDriver
+from services.node_agent.handlers.ends import end_without_start, tell_again
+from services.node_agent.handlers.refusals import refuse
+from services.node_agent.node import Node
+from services.node_agent.process.runtime import AlreadyLaunchedError, StartRefused, WorkerLaunch
+from services.node_agent.rules import WHOLE_CARD_MILLI, refuse_launch
+from services.node_agent.workers import Worker
+
+log = get_logger("node_agent")
+EINVAL = 22
+
+
+def on_launch_workers(event: Envelope[LaunchWorkers], node: Node, deps: Deps, trace: str) -> None:
+    """Judge the command and take its workers on; they are started when the journal has them.
+
+    A repeat of it, in whatever session, changes nothing and is answered with what became of its workers.
+    """
+    order = event.data
+    repeated = node.workers_of_command(event.id) or node.workers_of_attempt(order.job_id, order.attempt)
+    wanted = {plan.worker for plan in order.workers}
+    if repeated := [worker for worker in repeated if worker.worker in wanted and worker.fence == order.fence]:
+        for worker in repeated:
+            tell_again(node, worker, deps)
+        return
+    reason = node.was_refused(event.id) or refuse_launch(
+        node.view, order, deps.clock.now(), live=node.live(), unclean=node.unclean
+    )
+    devices = {plan.worker: node.devices_for(plan.gpus, plan.slice) for plan in order.workers}
+    if reason is None and any(found is None for found in devices.values()):
+        reason = because(Code.GPU_BUSY, error="no free slice of this kind on the card")
+    if reason is not None:
+        refuse(event, node, reason, deps, trace=trace)
+        return
+    node.view.remember_launch(order)
+    for plan in order.workers:
+        worker = Worker(
+            node=node.name,
+            job_id=order.job_id,
+            attempt=order.attempt,
+            worker=plan.worker,
+            fence=order.fence,
+            epoch=order.epoch,
+            command_id=event.id,
+            expires_at=order.expires_at.timestamp(),
+            tenant=order.tenant,
+            trace=trace,
+            gpus=plan.gpus,
+            devices=devices[plan.worker] or (),
+            is_exclusive=plan.gpu_milli >= WHOLE_CARD_MILLI and plan.slice is None,
+            grace_seconds=order.grace_seconds,
+        )
+        node.add(worker)
+        deps.starts.append(start_worker(order, plan, worker, node, deps))
+
+
+async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, node: Node, deps: Deps) -> None:
+    """Start one program and tell how it went."""
+    try:
+        secrets = await deps.fetch_secrets(order) if order.secret_env else {}
+    except (BusError, KeyError) as error:
+        refused = StartRefused(worker.key, node.name, worker.fence, EINVAL, f"secrets not available: {error}")
+        end_without_start(node, worker, deps, refused)
+        return
+    if worker.stop_grace_seconds is not None:
+        end_without_start(node, worker, deps)
+        return
+    try:
+        started = await deps.runtime.launch(program_of(order, plan, worker, node, secrets))
+    except AlreadyLaunchedError:
+        # The journal did not know it, the disk does: state was restored from somewhere. Never start it again.
+        refused = StartRefused(worker.key, node.name, worker.fence, EINVAL, "was launched here before")
+        end_without_start(node, worker, deps, refused)
+        return
+    if isinstance(started, StartRefused):
+        end_without_start(node, worker, deps, started)
+        return
+    worker.on_started(started.pid, started.started_at_ns / 1e9)
+    node.save(worker)
+    if isinstance(node.driver, SimDriver) and worker.gpus:
+        node.driver.occupy(worker.gpus, started.pid)
+    deps.reporter.tell_worker(worker, next(worker.reports()))
+    if worker.stop_grace_seconds is not None:
+        deps.runtime.stop(worker.key, node.name, grace_seconds=worker.stop_grace_seconds, reason=worker.stop_reason)
+
+
+def program_of(
+    order: LaunchWorkers, plan: WorkerPlan, worker: Worker, node: Node, secrets: Mapping[str, str]
+) -> WorkerLaunch:
+    """What to run: the worker's own command and variables go on top of the common ones."""
+    index_of = {gpu.uuid: gpu.index for gpu in node.gpus}
+    return WorkerLaunch(
+        key=worker.key,
+        node=node.name,
+        fence=order.fence,
+        argv=plan.command or order.command,
+        env={**secrets, **order.env, **plan.env},
+        platform_env={"BERTH_GPUS": ",".join(plan.gpus)},
+        gpu_uuids=worker.devices,
+        gpu_indices=[index_of.get(gpu, 0) for gpu in plan.gpus],
+        cwd=order.workdir or "",
+        grace_seconds=order.grace_seconds,
+        extra=worker.to_entry(),
+    )

@@ -1,0 +1,1 @@
+"""Starting, watching and ending the programs of workers on one machine."""
