@@ -37,7 +37,7 @@ class AuditRecord:
 def all_cores() -> list[Callable[[], Core]]:
     """The deciding services, in the order in which a batch passes them."""
     from berth.decisions.admission import AdmissionCore
-    from berth.decisions.placement import PlacementCore
+    from berth.decisions.placement.core import PlacementCore
 
     return [InventoryCore, AdmissionCore, PlacementCore, LifecycleCore]
 
