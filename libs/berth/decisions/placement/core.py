@@ -420,6 +420,8 @@ class PlacementCore(Core):
                 records.append(Record("job", job_id, job.to_json(self._out.counters.get(job_id, 0))))
         records.append(Record("meta", "counters", {"fence": self._fence, "state_version": self.state_version}))
         self._touched, self._records = {}, {}
+        if len(self._claims) > 2 * len(self.jobs) + 1000:
+            self._claims = {job.claim: job.claim for job in self.jobs.values()}
         return records
 
     def restore(self, records: Iterable[tuple[str, str, Any]], *, now: datetime) -> None:

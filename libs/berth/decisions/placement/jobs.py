@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from berth.contracts.reasons import Code
-from berth.decisions.placement.claim import Amount, Claim, claim_from_json, claim_to_json
+from berth.decisions.placement.claim import Amount, Claim, claim_from_json
 
 MICROSECONDS = 1_000_000
 
@@ -76,7 +76,7 @@ class Job:
     def to_json(self, emitted: int) -> dict[str, Any]:
         """The record; `emitted`: how many events about the job were sent."""
         body: dict[str, Any] = {
-            "claim": claim_to_json(self.claim),
+            "claim": self.claim.to_json(),
             "submitted": self.submitted,
             "phase": self.phase.value,
             "n": emitted,
