@@ -73,6 +73,11 @@ class Job:
         """GPUs held."""
         return sum(held.amount for held in self.held)
 
+    @property
+    def since(self) -> int:
+        """When its latest start was: told by lifecycle, or as good as the placement."""
+        return self.started_at or self.placed_at
+
     def to_json(self, emitted: int) -> dict[str, Any]:
         """The record; `emitted`: how many events about the job were sent."""
         body: dict[str, Any] = {
