@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from berth.client.documents import Document, DocumentError, Path, path_text
+from berth.client.documents import Document, DocumentError, Place, path_text
 from berth.contracts.api import Problem
 from berth.contracts.jobs import JobSpec, Role, ServiceSpec
 
@@ -58,12 +58,12 @@ class Fault:
     """One thing that is wrong with a body. `path` is where, as the user wrote it; empty: the whole."""
 
     code: str
-    path: Path
+    path: Place
     detail: str
     remedy: str
     value: str | None = None
 
-    def below(self, prefix: Path) -> Fault:
+    def below(self, prefix: Place) -> Fault:
         """The same fault seen from an enclosing value."""
         return Fault(self.code, (*prefix, *self.path), self.detail, self.remedy, self.value)
 
@@ -188,7 +188,7 @@ def _fault(entry: dict[str, Any], body: object) -> Fault:
     return Fault(code, path, detail, remedy, _value(path, value))
 
 
-def _plain(kind: str, ctx: Mapping[str, Any], value: object, path: Path) -> tuple[str, str, str]:  # noqa: PLR0912
+def _plain(kind: str, ctx: Mapping[str, Any], value: object, path: Place) -> tuple[str, str, str]:  # noqa: PLR0912
     name = path[-1] if path else "it"
     if kind in {"int_type", "int_parsing", "int_from_float"}:
         if isinstance(value, float) and math.isfinite(value):
@@ -239,7 +239,7 @@ def _own_words(message: str) -> tuple[str, str]:
     return detail, remedy or "correct it"
 
 
-def _subject_of(detail: str, value: object) -> Path:
+def _subject_of(detail: str, value: object) -> Place:
     """Which field a fault of the whole is about: the last of the names that the message begins with."""
     if detail.startswith("two roles"):
         return ("roles",)
@@ -250,7 +250,7 @@ def _subject_of(detail: str, value: object) -> Path:
     return (names[0],) if names else ()
 
 
-def _value(path: Path, value: object) -> str | None:
+def _value(path: Place, value: object) -> str | None:
     """Values of environment variables are never shown: any of them may be a secret."""
     if path and path[0] in {"env", "jobs"} and "env" in path:
         return None
@@ -260,7 +260,7 @@ def _value(path: Path, value: object) -> str | None:
 _MODELS: Final[Mapping[str, Any]] = {"": JobSpec, "roles": Role, "service": ServiceSpec}
 
 
-def _suggest(path: Path, body: object) -> str:
+def _suggest(path: Place, body: object) -> str:
     parent = next((str(part) for part in reversed(path[:-1]) if isinstance(part, str)), "")
     model = _MODELS.get("" if parent == "jobs" else parent)
     known = _fields(model) if model is not None else []

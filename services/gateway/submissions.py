@@ -10,7 +10,7 @@ from typing import Any, Final
 import orjson
 from pydantic import ValidationError
 
-from berth.client.documents import Document, DocumentError, Path, read_json, read_yaml
+from berth.client.documents import Document, DocumentError, Place, read_json, read_yaml
 from berth.contracts.jobs import JobSpec
 from services.gateway.problems import Fault, faults_of, invalid, refused, unreadable
 
@@ -27,7 +27,7 @@ class Asked:
     is_batch: bool
     document: Document | None = None
 
-    def path(self, place: int) -> Path:
+    def path(self, place: int) -> Place:
         """Where a job of a batch stands, as its author wrote it."""
         return ("jobs", place) if self.is_batch else ()
 
@@ -162,11 +162,11 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _no_command(path: Path) -> Fault:
+def _no_command(path: Place) -> Fault:
     return Fault("empty_command", path, "is empty", 'say what to run, for example ["python", "train.py"]')
 
 
-def _no_mapping(path: Path) -> Fault:
+def _no_mapping(path: Place) -> Fault:
     return Fault("not_a_mapping", path, "a job is a mapping of names to values", "write name: value pairs")
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
-Path = tuple[str | int, ...]
+Place = tuple[str | int, ...]
 Mark = tuple[int, int]
 
 MAX_DEPTH: Final = 32
@@ -63,16 +64,16 @@ class Document:
     """One value and where its parts stood (line and column from 1); JSON has no marks."""
 
     value: Any
-    marks: dict[Path, Mark] = field(default_factory=dict)
+    marks: dict[Place, Mark] = field(default_factory=dict)
 
-    def mark_of(self, path: Path) -> Mark | None:
+    def mark_of(self, path: Place) -> Mark | None:
         """Where a path stood, or the closest enclosing one that is known."""
         while path and path not in self.marks:
             path = path[:-1]
         return self.marks.get(path)
 
 
-def path_text(path: Path) -> str:
+def path_text(path: Place) -> str:
     """A path as the author would write it: `roles[0].gpus`."""
     text = ""
     for part in path:
@@ -169,12 +170,40 @@ def read_yaml(text: str | bytes) -> list[Document]:
         ) from None
 
 
+def read_jobs(path: Path | None, *, text: str | bytes | None = None) -> list[dict[str, Any]]:
+    """The jobs in a file: one, several YAML documents, or a list under `jobs`. `.json` is read as JSON.
+
+    A relative `workdir` means a folder beside the file.
+
+    Raises:
+        DocumentError: it cannot be read, or holds no mapping.
+    """
+    body = path.read_bytes() if text is None and path is not None else (text or b"")
+    is_json = path is not None and path.suffix == ".json"
+    found = [read_json(body)] if is_json else read_yaml(body)
+    jobs: list[dict[str, Any]] = []
+    for document in found:
+        value = document.value
+        entries = value["jobs"] if isinstance(value, dict) and set(value) == {"jobs"} else [value]
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise DocumentError("not_a_mapping", "a job is a mapping of names to values", remedy="write name: value")
+        jobs += entries
+    if not jobs:
+        raise DocumentError("empty_body", "there is no job in it", remedy="write a job, see examples/jobs")
+    folder = Path.cwd() if path is None else path.absolute().parent
+    for job in jobs:
+        workdir = job.get("workdir")
+        if isinstance(workdir, str) and workdir and not Path(workdir).is_absolute():
+            job["workdir"] = str((folder / workdir).resolve())
+    return jobs
+
+
 def _build(events: Any) -> list[Document]:  # noqa: PLR0915 - one branch for each parser event
     import yaml
 
     documents: list[Document] = []
     stack: list[_Open] = []
-    marks: dict[Path, Mark] = {}
+    marks: dict[Place, Mark] = {}
     root: list[Any] = []
 
     def put(value: Any, mark: Mark, *, scalar_key: str | None) -> None:
@@ -203,7 +232,7 @@ def _build(events: Any) -> list[Document]:  # noqa: PLR0915 - one branch for eac
             top.value[top.key] = value
             top.key = None
 
-    def path_here() -> Path:
+    def path_here() -> Place:
         if not stack:
             return ()
         top = stack[-1]
@@ -246,7 +275,7 @@ class _Open:
     """A mapping or sequence that is being read."""
 
     value: Any
-    path: Path
+    path: Place
     mark: Mark
     key: str | None = None
 
