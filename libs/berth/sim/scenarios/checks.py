@@ -84,23 +84,6 @@ def _cause(job: JobSeen) -> list[str]:
     return [job.cause.code.value] if job.cause else [reason.code.value for reason in job.reasons]
 
 
-_JOB_WORDS: Mapping[str, Callable[[Stage, JobSeen, Any], Any]] = {
-    "state": lambda stage, job, value: stage.state_of(job),
-    "nodes": lambda stage, job, value: job.nodes,
-    "nodes_within": _domains,
-    "gpus_on": lambda stage, job, value: _gpus_on(stage, job),
-    "type": lambda stage, job, value: _types(job),
-    "workers_running": lambda stage, job, value: len(stage.platform.fleet.running(job.id)),
-    "attempt": lambda stage, job, value: job.attempt,
-    "attempts_at_most": lambda stage, job, value: job.attempt,
-    "restarts_charged": lambda stage, job, value: job.charged,
-    "reason": lambda stage, job, value: _cause(job),
-    "progress_at_least": lambda stage, job, value: stage.platform.fleet.work_done(job.id),
-    "progress_at_most": lambda stage, job, value: stage.platform.fleet.work_done(job.id),
-    "notified": lambda stage, job, value: job.notified_at is not None,
-}
-
-
 def _domains(stage: Stage, job: JobSeen, levels: Mapping[str, str]) -> dict[str, set[str]]:
     agents = stage.platform.fleet.agents
     return {
@@ -116,6 +99,23 @@ def _gpus_on(stage: Stage, job: JobSeen) -> dict[str, list[int]]:
         index = {gpu.uuid: gpu.index for gpu in stage.platform.fleet.agents[node].description.gpus}
         on.setdefault(node, []).extend(index[gpu] for gpu in placed.assignment.gpus)
     return {node: sorted(set(gpus)) for node, gpus in on.items()}
+
+
+_JOB_WORDS: Mapping[str, Callable[[Stage, JobSeen, Any], Any]] = {
+    "state": lambda stage, job, value: stage.state_of(job),
+    "nodes": lambda stage, job, value: job.nodes,
+    "nodes_within": _domains,
+    "gpus_on": lambda stage, job, value: _gpus_on(stage, job),
+    "type": lambda stage, job, value: _types(job),
+    "workers_running": lambda stage, job, value: len(stage.platform.fleet.running(job.id)),
+    "attempt": lambda stage, job, value: job.attempt,
+    "attempts_at_most": lambda stage, job, value: job.attempt,
+    "restarts_charged": lambda stage, job, value: job.charged,
+    "reason": lambda stage, job, value: _cause(job),
+    "progress_at_least": lambda stage, job, value: stage.platform.fleet.work_done(job.id),
+    "progress_at_most": lambda stage, job, value: stage.platform.fleet.work_done(job.id),
+    "notified": lambda stage, job, value: job.notified_at is not None,
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------- why

@@ -166,8 +166,8 @@ def job_spec(job: Mapping[str, Any], *, name: str | None = None) -> JobSpec:
 
 def program_of(job: Mapping[str, Any]) -> Program:
     """How a job's program behaves."""
-    crashes = job.get("crashes")
-    service = job.get("service")
+    crashes: Mapping[str, Any] = job.get("crashes") or {}
+    service: Mapping[str, Any] = job.get("service") or {}
     return Program(
         runtime=seconds(job["runtime"]) if "runtime" in job else None,
         stop_seconds=seconds(job.get("stop_time", 0)),
@@ -176,7 +176,7 @@ def program_of(job: Mapping[str, Any]) -> Program:
         crash_as_refusal=bool(crashes) and crashes.get("as") == "start_refused",
         is_resumed=job.get("checkpoint", True),
         checkpoint_every=seconds(job["checkpoint_every"]) if "checkpoint_every" in job else None,
-        cold_start=seconds((service or {}).get("cold_start", 0)),
+        cold_start=seconds(service.get("cold_start", 0)),
     )
 
 
