@@ -32,6 +32,21 @@ class JobCancelRequested(Fact, kind="job", fact="cancel_requested", owners="gate
     why: str = ""
 
 
+class JobExtendRequested(Fact, kind="job", fact="extend_requested", owners="gateway"):
+    """A user wants a job to live longer; lifecycle answers with `JobExtended` or `JobExtendRefused`."""
+
+    job_id: Token
+    request_id: Token
+    requested_by: str
+
+
+class JobRerunRequested(Fact, kind="job", fact="rerun_requested", owners="gateway"):
+    """A user wants all workers of a job again: what is left of the attempt is stopped, and it competes as a whole."""
+
+    job_id: Token
+    requested_by: str
+
+
 class PolicyProposed(Fact, kind="policy", fact="proposed", owners="gateway"):
     """An operator handed in a policy document; admission answers with `PolicyActivated` or `PolicyRejected`."""
 
@@ -306,6 +321,52 @@ class JobReclaimed(Fact, kind="job", fact="reclaimed", owners="lifecycle"):
     ended_at: Instant
 
 
+class JobExtended(Fact, kind="job", fact="extended", owners="lifecycle"):
+    """The job may live longer. `extensions`: used so far."""
+
+    job_id: Token
+    request_id: Token
+    until: Instant
+    extensions: int
+    requested_by: str = ""
+
+
+class JobExtendRefused(Fact, kind="job", fact="extend_refused", owners="lifecycle"):
+    """The job may not live longer."""
+
+    job_id: Token
+    request_id: Token
+    reason: Reason
+    requested_by: str = ""
+
+
+class IdleWarned(Fact, kind="job", fact="idle_warned", owners="lifecycle"):
+    """Nothing that counts has happened in a job for long; it is reclaimed at `reclaim_at` if that stays so."""
+
+    job_id: Token
+    attempt: int
+    last_activity: Instant
+    timeout_seconds: int
+    reclaim_at: Instant
+
+
+class LifetimeWarned(Fact, kind="job", fact="lifetime_warned", owners="lifecycle"):
+    """A job's lifetime is over at `ends_at`. `extensions_left`: how often that can be put off."""
+
+    job_id: Token
+    attempt: int
+    ends_at: Instant
+    extensions_left: int
+
+
+class TelemetryStale(Fact, kind="job", fact="telemetry_stale", owners="lifecycle"):
+    """The evidence about a job has stopped being fresh; nothing is concluded from it. Told once for each gap."""
+
+    job_id: Token
+    attempt: int
+    fresh_until: Instant
+
+
 class StartFailed(Fact, kind="job", fact="start_failed", owners="lifecycle"):
     """A node could not start a worker; inventory counts these for quarantine."""
 
@@ -466,6 +527,33 @@ class WorkerReleased(Fact, kind="worker", fact="released", owners="node_agent"):
     worker: int
     node: Token
     epoch: int
+
+
+class Activity(StrEnum):
+    """Signs of work in an interactive job; policy says which count."""
+
+    KERNEL_BUSY = "kernel_busy"
+    EXECUTION = "execution"
+    TERMINAL_BUSY = "terminal_busy"
+    GPU_UTIL = "gpu_util"
+
+
+class ActivityReported(Fact, kind="worker", fact="activity", owners="node_agent"):
+    """What a worker was seen doing, told when it changes and every so often. Entity: the job.
+
+    active: signs present now, without GPU use. gpu_utilization: the busiest of its cards, 0 to 1; None: not known.
+    sampled_at: the node's own stamp; only whether it moves on matters. Connections are no signs of work.
+    """
+
+    job_id: Token
+    attempt: int
+    fence: int
+    worker: int
+    node: Token
+    epoch: int
+    active: tuple[Activity, ...] = ()
+    gpu_utilization: float | None = None
+    sampled_at: Instant
 
 
 class CommandRefused(Fact, kind="worker", fact="command_refused", owners="node_agent"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
@@ -11,6 +11,8 @@ from typing import Any
 from berth.contracts.commands import LaunchWorkers, ReconcileNode, StopWorkers, WorkerPlan
 from berth.contracts.envelope import Envelope, Fact
 from berth.contracts.events import (
+    Activity,
+    ActivityReported,
     CommandRefused,
     GpuConditionReported,
     WorkerExited,
@@ -27,6 +29,7 @@ from berth.sim.programs import Program, Progress
 AGENT = "node_agent"
 KILLED, TERMINATED = 137, 143
 RELEASE_AFTER_REPORT_SECONDS = 1
+ACTIVITY_EVERY_SECONDS = 60
 
 
 class Stage(StrEnum):
@@ -103,6 +106,7 @@ class SimFleet:
         self.kill_unknown = False
         self.program_of: Callable[[str], Program] = lambda job_id: Program()
         self.works_alone: Callable[[str], bool] = lambda job_id: False
+        self.signals: dict[str, dict[str, Any]] = {}
         self.on_worker: Callable[[SimWorker, str], None] = lambda worker, what: None
         self._sequence = 0
         bus.on_order = self._on_order
@@ -229,6 +233,50 @@ class SimFleet:
     def work_done(self, job_id: str) -> float:
         """Seconds of work the job has behind it."""
         return max((p.at(self.clock.now) for (job, _), p in self.progress.items() if job == job_id), default=0.0)
+
+    # -------------------------------------------------------------------------------------------------------- activity
+    def signal(self, job_id: str, what: Mapping[str, Any]) -> None:
+        """From now on the job is seen doing this; told at once and every minute."""
+        known = self.signals.get(job_id)
+        signals = self.signals[job_id] = {**(known or {"fresh": True}), **what}
+        if signals["fresh"]:
+            signals["sampled_at"] = self.clock.now
+        if known is None:
+            self.clock.at(self.clock.now, lambda: self._tell_activity_for_ever(job_id))
+        else:
+            self.clock.at(self.clock.now, lambda: self._tell_activity(job_id))
+
+    def _tell_activity_for_ever(self, job_id: str) -> None:
+        if self.signals[job_id]["fresh"]:
+            self.signals[job_id]["sampled_at"] = self.clock.now
+        self._tell_activity(job_id)
+        again = self.clock.now + timedelta(seconds=ACTIVITY_EVERY_SECONDS)
+        self.clock.at(again, lambda: self._tell_activity_for_ever(job_id))
+
+    def _tell_activity(self, job_id: str) -> None:
+        signals = self.signals[job_id]
+        active = [
+            sign
+            for sign, is_on in (
+                (Activity.KERNEL_BUSY, signals.get("kernel") == "busy"),
+                (Activity.EXECUTION, bool(signals.get("execution"))),
+                (Activity.TERMINAL_BUSY, signals.get("terminal") == "busy"),
+            )
+            if is_on
+        ]
+        for node, worker in self.running(job_id):
+            agent = self.agents[node]
+            self._tell(
+                agent,
+                ActivityReported(
+                    **_ids(agent, worker),
+                    active=tuple(active),
+                    gpu_utilization=signals.get("gpu_util"),
+                    sampled_at=signals["sampled_at"] + agent.clock_offset,
+                ),
+                worker.job_id,
+                worker.tenant,
+            )
 
     # -------------------------------------------------------------------------------------------------------- sessions
     def _register(self, agent: SimAgent) -> None:

@@ -141,7 +141,7 @@ def on_gpu_out(book: Book, event: GpuOut) -> None:
         spec = book.specs.get(run.job_id)
         if not hit or spec is None or not run.has_attempt or run.stop is not None:
             continue
-        cause = because(Code.GPU_FAULT, node=event.node, gpu=event.index, **event.reason.facts)
+        cause = because(Code.GPU_FAULT, **{**event.reason.facts, "node": event.node, "gpu": event.index})
         if spec.gang:
             stop(book, run, StopKind.FAULT, cause)
         else:
