@@ -231,7 +231,7 @@ class EventService(Generic[H]):
             self._metrics.lease_epoch.set(epoch)
             self._log.info("leading", epoch=epoch)
             try:
-                await self._lead()
+                await self._lead(leadership)
             except Deposed as deposed:
                 self._log.warning("deposed", reason=str(deposed))
             finally:
@@ -241,17 +241,24 @@ class EventService(Generic[H]):
                 self._fail_calls()
                 await leadership.release()
 
-    async def _lead(self) -> None:
+    async def _lead(self, leadership: Leadership) -> None:
         handler = await self._loaded()
         async with contextlib.AsyncExitStack() as stack:
             self._position = await self._database.position(self._service, subjects.EVENTS_STREAM)
-            puller = Puller(self._bus, subjects.EVENTS_STREAM, self._service, batch=BATCH, contiguous=True)
+            puller = Puller(
+                self._bus,
+                subjects.EVENTS_STREAM,
+                self._service,
+                batch=BATCH,
+                contiguous=True,
+                may_reset=leadership.confirmed,
+            )
             await puller.open(after=self._position)
             stack.push_async_callback(puller.close)
             self._puller = puller
             stack.callback(self._forget_puller)
             lost = asyncio.ensure_future(self._lost.wait())
-            lost.add_done_callback(lambda _: puller.wake())
+            lost.add_done_callback(lambda _: puller.halt())
             stack.callback(lost.cancel)
             self._handler = handler
             for verb, answer in self._answers.items():

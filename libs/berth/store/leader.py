@@ -58,6 +58,7 @@ class Leadership:
         self._key = lock_key(settings.schema, lease)
         self._connection: asyncpg.Connection[asyncpg.Record] | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._asking = asyncio.Lock()
 
     @property
     def is_leader(self) -> bool:
@@ -81,6 +82,14 @@ class Leadership:
                 self.epoch = epoch
                 return epoch
             await asyncio.sleep(STANDBY_POLL_S)
+
+    async def confirmed(self) -> bool:
+        """Whether this process leads, by the word of the server a moment ago: the session that holds the lock answers."""
+        connection = self._connection
+        if not self.is_leader or connection is None:
+            return False
+        await self._ask(connection)
+        return self.is_leader
 
     async def release(self) -> None:
         """Give the lease up, so that a standby takes over at its next poll."""
@@ -123,12 +132,15 @@ class Leadership:
 
     async def _probe_forever(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
         """Notice a server that is gone without saying so: frozen, or behind a cut network."""
+        while not self.lost.is_set():
+            await asyncio.sleep(PROBE_S)
+            await self._ask(connection)
+
+    async def _ask(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
         try:
-            while True:
-                await asyncio.sleep(PROBE_S)
-                # Its own deadline: the driver's would wait for the server to confirm that the statement was cancelled.
-                async with asyncio.timeout(PROBE_PATIENCE_S):
-                    await connection.fetchval("SELECT 1")
+            # Its own deadline: the driver's would wait for the server to confirm that the statement was cancelled.
+            async with asyncio.timeout(PROBE_PATIENCE_S), self._asking:
+                await connection.fetchval("SELECT 1")
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
             self.lost.set()
             connection.terminate()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from berth.bus import ConsumerMissing, Publisher, Puller, TransientError, jsapi
+from berth.bus import ConsumerMissing, Message, Publisher, Puller, TransientError, jsapi
 from berth.bus.permissions import PROVISIONER
 from berth.bus.provision import (
     EVENTS,
@@ -319,3 +319,51 @@ async def test_request_lost_by_the_server_is_made_again(nats: NatsPlatform) -> N
         await jsapi.call(admin, f"CONSUMER.RESET.{EVENTS}.audit", {"seq": 4})
         await publisher.publish(events(3, prefix="k"), 5)
         assert entities(await take(puller, 3)) == ["k0", "k1", "k2"]
+
+
+async def test_reader_that_was_replaced_takes_nothing_from_its_successor(nats: NatsPlatform) -> None:
+    async def was_replaced() -> bool:
+        return False
+
+    gateway, old_bus, new_bus = [await nats.connect(user) for user in ("gateway", "placement", "placement")]
+    async with Puller(old_bus, EVENTS, "placement", contiguous=True, may_reset=was_replaced) as old:
+        await Publisher(gateway).publish(events(3, fact="submitted"), 5)
+        assert len(await old.next(5)) == 3  # never acknowledged: the reader stands still
+        new = Puller(new_bus, EVENTS, "placement", contiguous=True)
+        await new.open(after=0)
+        try:
+            await Publisher(gateway).publish(events(2, prefix="k", fact="submitted"), 5)
+            old.halt()
+            found: list[str] = []
+            async with asyncio.timeout(30):
+                while len(found) < 5:
+                    found += entities(await new.next(1))
+        finally:
+            await new.close()
+    assert found == ["j0", "j1", "j2", "k0", "k1"]
+
+
+@pytest.mark.parametrize("comes_another", [True, False])
+async def test_reader_notices_that_somebody_else_has_moved_its_consumer(
+    nats: NatsPlatform, monkeypatch: pytest.MonkeyPatch, comes_another: bool
+) -> None:
+    monkeypatch.setattr("berth.bus.puller._QUIET_S", 0.3)
+    gateway, reader, stranger = [await nats.connect(user) for user in ("gateway", "placement", "placement")]
+    await Publisher(gateway).publish(events(3, fact="submitted"), 5)
+    puller = Puller(reader, EVENTS, "placement", contiguous=True)
+    monkeypatch.setattr(puller, "_top_up", lambda: None)  # asks for nothing until the stranger has done its work
+    await puller.open(after=0)
+    await jsapi.call(stranger, f"CONSUMER.RESET.{EVENTS}.placement", {"seq": 4})
+    monkeypatch.undo()
+    monkeypatch.setattr("berth.bus.puller._QUIET_S", 0.3)
+    try:
+        if comes_another:
+            await Publisher(gateway).publish(events(1, prefix="k", fact="submitted"), 5)
+        found: list[str] = []
+        async with asyncio.timeout(10):
+            while len(found) < 3 + comes_another:
+                found += entities(await puller.next(1))
+        assert puller.counters.foreign == 1
+    finally:
+        await puller.close()
+    assert found == ["j0", "j1", "j2", *(["k0"] if comes_another else [])]

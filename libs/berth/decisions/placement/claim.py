@@ -5,7 +5,7 @@ Jobs with equal claims get equal answers, so a pass tries each distinct claim on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any
@@ -68,21 +68,24 @@ class Shape:
     is_required: bool = True
     is_gang: bool = True
     min_workers: int | None = None
+    workers: int = field(init=False, compare=False)
+    gpus: int = field(init=False, compare=False)
+    largest: int = field(init=False, compare=False)
+    _hash: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def workers(self) -> int:
-        """Workers of all kinds."""
-        return sum(kind.count for kind in self.kinds)
+    def __post_init__(self) -> None:
+        """Work out once what every pass asks: workers of all kinds; whole GPUs of all, and of the largest worker (0
+        where parts of cards are asked for)."""
+        is_whole = self.unit is Unit.WHOLE
+        object.__setattr__(self, "workers", sum(kind.count for kind in self.kinds))
+        object.__setattr__(self, "gpus", sum(kind.count * kind.gpus for kind in self.kinds) if is_whole else 0)
+        object.__setattr__(self, "largest", max(kind.gpus for kind in self.kinds) if is_whole else 0)
+        compared = (self.kinds, self.unit, self.share, self.memory_mib, self.slice, self.types, self.within)
+        object.__setattr__(self, "_hash", hash(compared))
 
-    @property
-    def gpus(self) -> int:
-        """Whole GPUs of all workers; 0 where parts of cards are asked for."""
-        return sum(kind.count * kind.gpus for kind in self.kinds) if self.unit is Unit.WHOLE else 0
-
-    @property
-    def largest(self) -> int:
-        """Whole GPUs of the largest worker."""
-        return max(kind.gpus for kind in self.kinds)
+    def __hash__(self) -> int:
+        """Worked out once: claims are looked up far more often than made."""
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,23 @@ class Claim:
     is_preemptible: bool = True
     stop_grace: int | None = None
     has_checkpoint: bool = True
+    _hash: int = field(init=False, compare=False, repr=False)
+    _json: dict[str, Any] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Work out the hash once; the record's form when first asked for."""
+        object.__setattr__(self, "_hash", hash((self.tenant, self.job_class, self.priority, self.shape)))
+        object.__setattr__(self, "_json", {})
+
+    def __hash__(self) -> int:
+        """Worked out once: claims are looked up far more often than made."""
+        return self._hash
+
+    def to_json(self) -> dict[str, Any]:
+        """The compact form that records hold; shared by all jobs with this claim, so not to be changed."""
+        if not self._json:
+            self._json.update(_claim_to_json(self))
+        return self._json
 
 
 def claim_of(spec: JobSpec) -> Claim:
@@ -137,7 +157,7 @@ def claim_of(spec: JobSpec) -> Claim:
     )
 
 
-def claim_to_json(claim: Claim) -> dict[str, Any]:
+def _claim_to_json(claim: Claim) -> dict[str, Any]:
     """The compact form that records hold; what has its default is left out."""
     shape = claim.shape
     body: dict[str, Any] = {

@@ -38,7 +38,7 @@ from berth.contracts.requests import JobExplained, LedgerAnswer, QuotaAnswer
 from berth.decisions.core import DECISIONS_VERSION, Core, Outbox, Record, Settled
 from berth.decisions.explain.waits import explain_job, quota_answer
 from berth.decisions.placement.claim import Claim, claim_of, plain
-from berth.decisions.placement.jobs import Job, Phase, job_from_json, micros, moment
+from berth.decisions.placement.jobs import MICROSECONDS, Job, Phase, job_from_json, micros, moment
 from berth.decisions.placement.ledger import Ledger
 from berth.decisions.placement.turn import Turn, could_fit, take_turn, to_assignments
 from berth.decisions.policy.document import Policy
@@ -46,6 +46,9 @@ from berth.decisions.queueing.waiting import Group, WaitingSet
 
 CANCELS_KEPT = timedelta(days=7)
 """How long a cancel request for an unknown job is kept: as long as the stream could still bring that job."""
+
+START_COUNTS_AS_PLACED = MICROSECONDS
+"""A start so soon after its placement is not recorded of its own: most are, and each record costs a write."""
 
 TOLD_PER_GROUP = 16
 """Jobs of one group that are told at once when the reasons of the whole group change."""
@@ -236,8 +239,11 @@ class PlacementCore(Core):
 
     def _on_running(self, event: Envelope[Any], now: datetime) -> None:
         job = self.jobs.get(event.data.job_id)
-        if job is not None and job.phase is Phase.PLACED and job.attempt == event.data.attempt:
-            job.started_at = micros(event.data.started_at)
+        if job is None or job.phase is not Phase.PLACED or job.attempt != event.data.attempt:
+            return
+        started = micros(event.data.started_at)
+        if started - job.since > START_COUNTS_AS_PLACED:
+            job.started_at = started
             self._touched[job.id] = None
 
     def _on_stopping(self, event: Envelope[Any], now: datetime) -> None:
@@ -420,6 +426,8 @@ class PlacementCore(Core):
                 records.append(Record("job", job_id, job.to_json(self._out.counters.get(job_id, 0))))
         records.append(Record("meta", "counters", {"fence": self._fence, "state_version": self.state_version}))
         self._touched, self._records = {}, {}
+        if len(self._claims) > 2 * len(self.jobs) + 1000:
+            self._claims = {job.claim: job.claim for job in self.jobs.values()}
         return records
 
     def restore(self, records: Iterable[tuple[str, str, Any]], *, now: datetime) -> None:

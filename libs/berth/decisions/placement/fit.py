@@ -127,6 +127,8 @@ def choose_cards(node: Node, free: Sequence[Card], count: int, *, keeps_links_wh
     """
     if count == 0:
         return []
+    if (count == 1 and not keeps_links_whole) or count == len(free):
+        return list(free[:count])
     group_of = {index: number for number, group in enumerate(node.groups) for index in group}
     groups: dict[int, list[Card]] = {}
     for card in free:
@@ -137,8 +139,6 @@ def choose_cards(node: Node, free: Sequence[Card], count: int, *, keeps_links_wh
         if fitting:
             best = min(fitting, key=lambda number: (len(groups[number]), groups[number][0].index))
             return groups[best][:count]
-    if not keeps_links_whole and count == 1:
-        return [min(free, key=lambda card: card.index)]
 
     def order(number: int) -> tuple[bool, int, int]:
         is_whole = len(groups[number]) == size[number] and size[number] > 1

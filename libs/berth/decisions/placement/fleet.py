@@ -37,6 +37,11 @@ class Card:
     health: GpuHealthState
     description: GpuDescription
     owner: str = ""
+    is_sound: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """A card is offered whole where it is healthy and not partitioned."""
+        self.is_sound = self.health is GpuHealthState.HEALTHY and self.description.mig is None
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class TypePool:
     free: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     usable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     total: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    rank: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _rank: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     free_total: int = 0
     version: int = 0
 
@@ -74,10 +79,16 @@ class TypePool:
         self.nodes.append(node)
         for name in ("free", "usable", "total"):
             setattr(self, name, np.append(getattr(self, name), 0))
-        order = sorted(range(len(self.nodes)), key=lambda row: natural_key(self.nodes[row].name))
-        self.rank = np.empty(len(order), dtype=np.int64)
-        self.rank[order] = np.arange(len(order))
         return len(self.nodes) - 1
+
+    @property
+    def rank(self) -> NDArray[np.int64]:
+        """Place of each row's node among all names: ties end on it. Sorted anew only when nodes have joined."""
+        if len(self._rank) != len(self.nodes):
+            order = sorted(range(len(self.nodes)), key=lambda row: natural_key(self.nodes[row].name))
+            self._rank = np.empty(len(order), dtype=np.int64)
+            self._rank[order] = np.arange(len(order))
+        return self._rank
 
     def slots(self, gpus: int) -> int:
         """Workers of `gpus` cards each that fit now, node by node."""
@@ -113,7 +124,7 @@ class Fleet:
         present = {card.uuid for card in cards}
         ghosts = [card for card in node.cards if card.owner and card.uuid not in present]
         for ghost in ghosts:
-            ghost.health = GpuHealthState.QUARANTINED
+            ghost.health, ghost.is_sound = GpuHealthState.QUARANTINED, False
         node.changed, node.cards, node.groups = changed, cards + ghosts, changed.link_groups
         node.by_uuid = {card.uuid: card for card in node.cards}
         self.nodes[changed.node] = node
@@ -127,7 +138,7 @@ class Fleet:
     def _recount(self, pool: TypePool, node: Node) -> None:
         row = node.rows[pool.card_type]
         cards = [card for card in node.cards if card.card_type == pool.card_type]
-        usable = [card for card in cards if card.health is GpuHealthState.HEALTHY and card.description.mig is None]
+        usable = [card for card in cards if card.is_sound]
         free = sum(not card.owner for card in usable) if node.takes_work else 0
         pool.free_total += free - int(pool.free[row])
         pool.free[row] = free
@@ -137,12 +148,7 @@ class Fleet:
 
     def is_free(self, node: Node, card: Card) -> bool:
         """Whether a new job could get this card as a whole."""
-        return (
-            not card.owner
-            and card.health is GpuHealthState.HEALTHY
-            and card.description.mig is None
-            and node.takes_work
-        )
+        return not card.owner and card.is_sound and node.takes_work
 
     def take(self, node_name: str, uuids: Iterable[str], owner: str) -> None:
         """Put whole cards into somebody's hands. They must be nobody's, or held for that job.
@@ -185,7 +191,9 @@ class Fleet:
 
     def free_cards(self, node: Node, card_type: str) -> list[Card]:
         """Free whole cards of a type on a node, by index."""
-        return [card for card in node.cards if card.card_type == card_type and self.is_free(node, card)]
+        if not node.takes_work:
+            return []
+        return [card for card in node.cards if not card.owner and card.is_sound and card.card_type == card_type]
 
     def all_cards(self) -> Iterator[tuple[Node, Card]]:
         """Every card with its node, in order of node names."""

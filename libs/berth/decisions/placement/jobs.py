@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from berth.contracts.reasons import Code
-from berth.decisions.placement.claim import Amount, Claim, claim_from_json, claim_to_json
+from berth.decisions.placement.claim import Amount, Claim, claim_from_json
 
 MICROSECONDS = 1_000_000
 
@@ -73,10 +73,15 @@ class Job:
         """GPUs held."""
         return sum(held.amount for held in self.held)
 
+    @property
+    def since(self) -> int:
+        """When its latest start was: told by lifecycle, or as good as the placement."""
+        return self.started_at or self.placed_at
+
     def to_json(self, emitted: int) -> dict[str, Any]:
         """The record; `emitted`: how many events about the job were sent."""
         body: dict[str, Any] = {
-            "claim": claim_to_json(self.claim),
+            "claim": self.claim.to_json(),
             "submitted": self.submitted,
             "phase": self.phase.value,
             "n": emitted,

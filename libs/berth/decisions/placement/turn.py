@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from berth.contracts.events import Assignment
 from berth.contracts.reasons import Code, Reason, because
 from berth.decisions.placement.claim import Claim, Shape
@@ -32,6 +34,9 @@ def options(shape: Shape, ledger: Ledger, policy: Policy) -> list[str]:
     """Card types to consider, in order: those asked for, or all the pool has by preference."""
     if shape.types:
         return list(shape.types)
+
+    if len(ledger.fleet.pools) == 1:
+        return list(ledger.fleet.pools)
 
     def order(card_type: str) -> tuple[int, str]:
         settings = policy.card_types.get(card_type)
@@ -179,12 +184,11 @@ def _remember(turn: Turn, pool: TypePool, seats: list[Seat], claim: Claim) -> No
     """Winner and a few runners-up, with the free cards they had."""
     chosen = list(dict.fromkeys(seat.row for seat in seats))[:CANDIDATES]
     turn.candidates = [{"node": pool.nodes[row].name, "free": int(pool.free[row]), "chosen": True} for row in chosen]
-    fits = pool.free >= claim.shape.largest
-    if len(chosen) < CANDIDATES:
-        for row in fits.nonzero()[0][: 2 * CANDIDATES].tolist():
-            if row not in chosen and len(turn.candidates) < CANDIDATES:
-                turn.candidates.append({"node": pool.nodes[row].name, "free": int(pool.free[row]), "chosen": False})
-    turn.filtered = {"too_full": int(len(pool.nodes) - fits.sum())}
+    fits = np.flatnonzero(pool.free >= claim.shape.largest)
+    for row in fits[: 2 * CANDIDATES].tolist() if len(chosen) < CANDIDATES else ():
+        if row not in chosen and len(turn.candidates) < CANDIDATES:
+            turn.candidates.append({"node": pool.nodes[row].name, "free": int(pool.free[row]), "chosen": False})
+    turn.filtered = {"too_full": len(pool.nodes) - len(fits)}
 
 
 def to_assignments(held: list[Held]) -> tuple[Assignment, ...]:
