@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import unquote
@@ -144,7 +144,7 @@ class EventFeed:
             return list(itertools.islice(self._recent, start, start + limit))
         return await self._source.read(after, limit)
 
-    async def follow(self, after: int) -> AsyncIterator[list[StoredEvent]]:
+    async def follow(self, after: int) -> AsyncGenerator[list[StoredEvent], None]:
         """Pages behind a sequence, for ever; an empty one now and then, so that the caller can show a sign of life."""
         self._followers += 1
         if self._task is None or self._task.done():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any, Final
 
 import orjson
@@ -139,28 +140,28 @@ async def _list(deps: Deps, wanted: _Wanted, after: int, end: int, limit: int) -
     return json_answer({"events": found, "next": after})
 
 
-async def _stream(deps: Deps, wanted: _Wanted, after: int) -> AsyncIterator[bytes]:
+async def _stream(deps: Deps, wanted: _Wanted, after: int) -> AsyncGenerator[bytes, None]:
     try:
         yield b": berth events\nretry: 1000\n\n"
         while True:
             try:
-                async for page in deps.feed.follow(after):
-                    views = await _views(deps, wanted, page)
-                    if not views:
-                        yield b": still here\n\n"
-                    for view in views:
-                        yield b"id: %d\nevent: %b\ndata: %b\n\n" % (
-                            view["sequence"],
-                            view["type"].encode(),
-                            orjson.dumps(view),
-                        )
-                    if page:
-                        after = page[-1].sequence
+                async with aclosing(deps.feed.follow(after)) as pages:
+                    async for page in pages:
+                        for view in await _views(deps, wanted, page):
+                            yield _sse(view)
+                        if page:
+                            after = page[-1].sequence
+                        else:
+                            yield b": still here\n\n"
             except BusError:
                 yield b": the bus is away\n\n"
                 await asyncio.sleep(1.0)
     finally:
         close_stream(deps)
+
+
+def _sse(view: dict[str, Any]) -> bytes:
+    return b"id: %d\nevent: %b\ndata: %b\n\n" % (view["sequence"], view["type"].encode(), orjson.dumps(view))
 
 
 # -------------------------------------------------------------------------------------------------------------- spans
