@@ -107,8 +107,9 @@ class Puller:
 
     With `contiguous`, which is for consumers whose only reader stores its position, the stream is handed over without
     gaps or repeats: after a reconnect, and when the consumer's sequence shows that a delivery was lost, the puller
-    resets the consumer to just behind what it has received. Without it (several readers share the consumer) lost
-    deliveries come again after the consumer's `ack_wait`.
+    resets the consumer to just behind what it has received. Without it several readers may share the consumer, and
+    messages may repeat: a reader that reconnects has everything sent again that is not acknowledged, and what is lost
+    otherwise comes again after the consumer's `ack_wait`.
 
     A contiguous reader that was replaced and does not know it could do harm: requests that it left open take messages
     away from its successor, and a reset to its own position would make the successor skip some. So it is asked
@@ -160,6 +161,7 @@ class Puller:
         self._last_seq: int | None = None  # stream sequence of the last message received; None: nothing known
         self._waiting_at_reset = 0  # messages that the consumer had for us then
         self._delivered_at_reset = 0  # the stream sequence that it said it had delivered
+        self._goal: int | None = None  # position of a `reset` that has not been done yet
         self._is_paused = True  # while a reset runs, or the server is away
         self._is_halted = False
         self._heard_at = 0.0  # when the last message came, or the last look at the consumer was taken
@@ -280,10 +282,10 @@ class Puller:
             self._is_paused = True
             await self._stop_listening()
             self._inbox.messages.clear()
-            self._last_seq = position
+            self._goal = position
             try:
                 if position > 0:
-                    self._last_seq = position = await self._trusted(position)
+                    self._goal = position = await self._trusted(position)
                 await self._reset_to(position)
             except TransientError:
                 self._heal()
@@ -301,7 +303,7 @@ class Puller:
 
     @property
     def last_received(self) -> int | None:
-        """Highest stream sequence received so far."""
+        """Highest stream sequence received so far (contiguous readers only)."""
         return self._last_seq
 
     # -- pulling
@@ -432,14 +434,11 @@ class Puller:
 
     def _on_reconnect(self) -> None:
         self._requests.clear()
-        if self._contiguous or self._subscription is None:
-            self._heal()
-        else:
-            self._is_paused = False
-            self._top_up()
+        self._heal()
 
     def _heal(self) -> None:
-        """Go on behind the last message received: what was on its way is lost or would come out of order."""
+        """Go on behind the last message received, or acknowledged when the consumer is shared: what was on its way is
+        lost or would come out of order."""
         if self._is_halted:
             return
         self._is_paused = True
@@ -457,7 +456,8 @@ class Puller:
                 if self._may_reset is not None and not await self._may_reset():
                     raise TransientError(f"this process does not read {self.consumer} any more")
                 async with self._reset_lock:
-                    await self._reset_to(self._last_seq)
+                    resumed = self._last_seq if self._contiguous else None
+                    await self._reset_to(resumed if self._goal is None else self._goal)
                 return
             except (ConsumerMissing, NoStream) as error:
                 self._on_consumer_missing(str(error))
@@ -489,7 +489,7 @@ class Puller:
             timeout=2.0,
         )
         self.counters.resets += 1
-        self._expected_seq, self._last_seq = 1, position
+        self._expected_seq, self._last_seq, self._goal = 1, position, None
         self._waiting_at_reset, self._delivered_at_reset = (
             int(done["num_pending"]),
             int(done["delivered"]["stream_seq"]),

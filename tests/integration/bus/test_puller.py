@@ -222,6 +222,25 @@ async def test_puller_resumes_quickly_after_a_crash_of_the_server(own_server: Na
                     assert entities(seen)[-20:] == [f"{name}-b{number}" for number in range(20)]
 
 
+async def test_reader_of_a_shared_consumer_gets_again_at_once_what_it_had_not_acknowledged_before_a_crash(
+    own_server: NatsServer,
+) -> None:
+    async with nats_platform(own_server) as nats:
+        await Publisher(await nats.connect("lifecycle")).publish(events(20), 5)
+        async with Puller(await nats.connect("gateway"), EVENTS, "gateway") as puller:
+            seen: list[Message] = []
+            while len(seen) < 20:
+                seen += await puller.next(5)
+            puller.ack(seen[:5])
+            await own_server.kill()
+            await own_server.start()
+
+            started = time.monotonic()
+            again = set(entities(await take(puller, 15)))
+            assert again >= {f"j{number}" for number in range(5, 20)}
+            assert time.monotonic() - started < SECONDS_TO_RESUME
+
+
 async def test_contiguous_reader_sees_each_message_once_through_crashes_under_load(own_server: NatsServer) -> None:
     async with nats_platform(own_server) as nats:
         publisher = Publisher(await nats.connect("lifecycle"))
