@@ -172,7 +172,7 @@ def stop(layout: Layout) -> bool:
     os.kill(state.pid, signal.SIGTERM)
     deadline = time.monotonic() + DOWN_SECONDS
     # The lock is given up a moment before the process is gone; "stopped" means that nothing is left.
-    while (is_supervised(layout) or Path(f"/proc/{state.pid}").exists()) and time.monotonic() < deadline:
+    while (is_supervised(layout) or _lives(state.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return True
 
@@ -190,7 +190,7 @@ def stop_leftovers(layout: Layout) -> bool:
     for pid in found:
         os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + 12.0
-    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < deadline:
+    while any(_lives(pid) for pid in found) and time.monotonic() < deadline:
         time.sleep(0.05)
     asyncio.run(stop_servers(layout, PlatformSettings(**state.settings)))
     return bool(found)
@@ -218,6 +218,15 @@ def _is_service(pid: int, name: str) -> bool:
         return f"services.{name}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent to take notice does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _import_path() -> list[str]:
