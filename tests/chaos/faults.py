@@ -200,15 +200,18 @@ def every_fault(chance: random.Random) -> Iterator[Fault]:
 
 
 async def recovered(platform: TestPlatform) -> None:
-    """Wait until every part answers that it is ready.
+    """Wait until both servers run and every service answers that it is ready.
 
     Raises:
         DidNotRecover: one does not.
     """
     deadline = asyncio.get_running_loop().time() + RECOVER_SECONDS
-    waiting = dict.fromkeys(SERVICES, "")
+    waiting = dict.fromkeys((*SERVICES, "nats", "postgres"), "")
     while waiting:
-        for service in list(waiting):
+        for server in ("nats", "postgres"):
+            if server in waiting and await asyncio.to_thread(_server_pid, platform, server) is not None:
+                del waiting[server]
+        for service in waiting.keys() & set(SERVICES):
             pid = platform.pid(service)
             is_ready, why = await readiness(platform.layout, service)
             if is_ready and pid and pid == platform.pid(service) and _lives(pid):
@@ -218,6 +221,10 @@ async def recovered(platform: TestPlatform) -> None:
         if waiting and asyncio.get_running_loop().time() > deadline:
             raise DidNotRecover(f"not ready {RECOVER_SECONDS:.0f} s after the fault: {waiting}")
         await asyncio.sleep(0.1)
+
+
+def _server_pid(platform: TestPlatform, server: str) -> int | None:
+    return platform.nats.pid if server == "nats" else platform.postgres.pid
 
 
 def names(faults: Iterable[Fault]) -> list[str]:
