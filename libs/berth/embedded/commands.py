@@ -25,7 +25,7 @@ EXIT_USAGE: Final = 2
 EXIT_FAILED: Final = 1
 POLICY: Final = Path(__file__).resolve().parents[3] / "policies" / "default.yaml"
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 HomeOption = Annotated[Path | None, typer.Option("--home", help="Data directory (BERTH_HOME, else ./.berth).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
