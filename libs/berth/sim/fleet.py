@@ -240,15 +240,21 @@ class SimFleet:
         known = self.signals.get(job_id)
         signals = self.signals[job_id] = {**(known or {"fresh": True}), **what}
         if signals["fresh"]:
-            signals["sampled_at"] = self.clock.now
+            self._sample(signals)
         if known is None:
             self.clock.at(self.clock.now, lambda: self._tell_activity_for_ever(job_id))
         else:
             self.clock.at(self.clock.now, lambda: self._tell_activity(job_id))
 
+    def _sample(self, signals: dict[str, Any]) -> None:
+        """A fresh stamp: two samples never have the same, however close they are."""
+        last = signals.get("sampled_at")
+        now = self.clock.now
+        signals["sampled_at"] = now if last is None or last < now else last + timedelta(microseconds=1)
+
     def _tell_activity_for_ever(self, job_id: str) -> None:
         if self.signals[job_id]["fresh"]:
-            self.signals[job_id]["sampled_at"] = self.clock.now
+            self._sample(self.signals[job_id])
         self._tell_activity(job_id)
         again = self.clock.now + timedelta(seconds=ACTIVITY_EVERY_SECONDS)
         self.clock.at(again, lambda: self._tell_activity_for_ever(job_id))
