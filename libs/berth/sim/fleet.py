@@ -30,6 +30,8 @@ AGENT = "node_agent"
 KILLED, TERMINATED = 137, 143
 RELEASE_AFTER_REPORT_SECONDS = 1
 ACTIVITY_EVERY_SECONDS = 60
+FENCE_AFTER_LEASE = 1.05
+"""A cut-off agent has stopped all work by this multiple of its lease, still before it can be called lost."""
 
 
 class Stage(StrEnum):
@@ -52,6 +54,7 @@ class SimWorker:
     gpus: tuple[str, ...]
     stage: Stage = Stage.STARTING
     is_stopping: bool = False
+    is_fenced: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -67,6 +70,7 @@ class SimAgent:
     epoch: int = 0
     is_up: bool = True
     is_reachable: bool = True
+    silences: int = 0
     is_reconciled: bool = False
     refuses_starts: bool = False
     clock_offset: timedelta = timedelta(0)
@@ -140,16 +144,34 @@ class SimFleet:
     def silence(self, node: str) -> None:
         """No word passes between the node and the platform; its programs go on."""
         self.beat()
-        self.agents[node].is_reachable = False
+        agent = self.agents[node]
+        agent.is_reachable = False
+        agent.silences += 1
+        silence = agent.silences
+        deadline = self.clock.now + timedelta(seconds=self.inventory.lease_seconds * FENCE_AFTER_LEASE)
+        self.clock.at(deadline, lambda: self._fence(agent, silence))
+
+    def _fence(self, agent: SimAgent, silence: int) -> None:
+        """The lease has run out: a cut-off agent stops its work before anybody may give its cards away."""
+        if agent.is_reachable or agent.silences != silence:
+            return
+        for worker in agent.workers.values():
+            if worker.stage is not Stage.EXITED:
+                worker.is_fenced = True
+                self._leave(worker, is_saved=True)
 
     def back(self, node: str, *, running: Iterable[str] | None = None) -> None:
         """Word again. running: job ids that still run there; None: all. What does not has ended unseen."""
         agent = self.agents[node]
         agent.is_reachable = True
         kept = None if running is None else set(running)
-        gone = [w for w in agent.workers.values() if kept is not None and w.job_id not in kept]
+        gone = [w for w in agent.workers.values() if (w.is_fenced if kept is None else w.job_id not in kept)]
         for worker in gone:
             self._vanish(agent, worker)
+        for worker in agent.workers.values():
+            if worker.is_fenced:  # whoever tells the story says that it goes on
+                worker.is_fenced = False
+                self._join(worker)
         if gone or self.inventory.heard(self._frame(agent), now=self.clock.now).register_again:
             self._register(agent)
         self.bus.batch(InventoryCore.NAME)
@@ -227,7 +249,7 @@ class SimFleet:
             (agent.node, worker)
             for agent in self.agents.values()
             for worker in agent.workers.values()
-            if worker.job_id == job_id and worker.stage is Stage.RUNNING
+            if worker.job_id == job_id and worker.stage is Stage.RUNNING and not worker.is_fenced
         ]
 
     def work_done(self, job_id: str) -> float:
@@ -413,7 +435,7 @@ class SimFleet:
         elif progress.program.crash_as_refusal and progress.may_crash:
             self._refuse_later(agent, worker, progress)
         else:
-            self._started(agent, worker, progress)
+            self._started(agent, worker)
 
     def _refuse_later(self, agent: SimAgent, worker: SimWorker, progress: Progress) -> None:
         progress.crashed += 1
@@ -424,9 +446,8 @@ class SimFleet:
 
         self.clock.at(self.clock.now + timedelta(seconds=progress.program.crash_after or 0), refuse)
 
-    def _started(self, agent: SimAgent, worker: SimWorker, progress: Progress) -> None:
+    def _started(self, agent: SimAgent, worker: SimWorker) -> None:
         worker.stage = Stage.RUNNING
-        progress.members.add(worker.number)
         self.on_worker(worker, "started")
         self._tell(
             agent,
@@ -434,6 +455,12 @@ class SimFleet:
             worker.job_id,
             worker.tenant,
         )
+        self._join(worker)
+
+    def _join(self, worker: SimWorker) -> None:
+        """The worker takes part in the job's work, which goes on when all of them do."""
+        progress = self._progress(worker)
+        progress.members.add(worker.number)
         if progress.since is None and len(progress.members) >= progress.needed:
             progress.starts += 1
             progress.begin(self.clock.now)
