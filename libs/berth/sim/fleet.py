@@ -16,6 +16,7 @@ from berth.contracts.events import (
     CommandRefused,
     GpuConditionReported,
     WorkerExited,
+    WorkerReady,
     WorkerReleased,
     WorkerStarted,
 )
@@ -110,6 +111,7 @@ class SimFleet:
         self.kill_unknown = False
         self.program_of: Callable[[str], Program] = lambda job_id: Program()
         self.works_alone: Callable[[str], bool] = lambda job_id: False
+        self.is_healthy: Callable[[str], bool] = lambda job_id: True
         self.signals: dict[str, dict[str, Any]] = {}
         self.on_worker: Callable[[SimWorker, str], None] = lambda worker, what: None
         self._sequence = 0
@@ -456,6 +458,22 @@ class SimFleet:
             worker.tenant,
         )
         self._join(worker)
+        cold_start = self._progress(worker).program.cold_start
+        if cold_start is not None:
+            self.clock.at(self.clock.now + timedelta(seconds=cold_start), lambda: self._check_health(agent, worker))
+
+    def _check_health(self, agent: SimAgent, worker: SimWorker) -> None:
+        """A replica that has loaded answers its health check, if its version works."""
+        is_there = agent.workers.get(worker.key) is worker and worker.stage is Stage.RUNNING
+        if is_there and not worker.is_fenced and self.is_healthy(worker.job_id):
+            self._tell(agent, WorkerReady(**_ids(agent, worker)), worker.job_id, worker.tenant)
+
+    def check_health(self, job_id: str) -> None:
+        """The health of a replica may have changed: what its check says now."""
+        for node, worker in self.running(job_id):
+            agent = self.agents[node]
+            fact = WorkerReady(**_ids(agent, worker), is_ready=self.is_healthy(job_id))
+            self._tell(agent, fact, worker.job_id, worker.tenant)
 
     def _join(self, worker: SimWorker) -> None:
         """The worker takes part in the job's work, which goes on when all of them do."""
