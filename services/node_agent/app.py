@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 from berth.bus.connection import BusSettings, Connection, CoreMessage
 from berth.bus.errors import TransientError
 from berth.bus.multi_puller import MultiPuller
-from berth.bus.permissions import inbox_prefix
+from berth.bus.permissions import api_prefix, inbox_prefix
 from berth.bus.provision import node_consumer
 from berth.bus.publisher import Publisher
 from berth.contracts import subjects
@@ -168,6 +168,7 @@ def _bus_settings(settings: Settings) -> BusSettings:
         name="berth-node-agent",
         nkey_seed_file=settings.nats_credentials_file,
         inbox_prefix=inbox_prefix(BUS_USER),
+        api_prefix=api_prefix(BUS_USER),
     )
 
 

@@ -149,6 +149,15 @@ class Sampler:
         watch_cleanliness(self._node, readings, self._deps)
         if turn % COLD_EVERY == 0:
             self.tell_health(await asyncio.to_thread(self._node.driver.health))
+            await self._look_for_changes()
+
+    async def _look_for_changes(self) -> None:
+        """A card that came back, or was partitioned anew: the platform hears of it by a new registration."""
+        before = self._node.gpus
+        await asyncio.to_thread(self._node.look_at_cards)
+        if self._node.gpus != before:
+            log.info("cards have changed", node=self._node.name, cards=len(self._node.gpus))
+            self._node.end_session()
 
     def _on_failure(self, error: GpuDriverError) -> None:
         self._failures += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import Field, field_validator
@@ -45,6 +46,11 @@ class Settings(BerthSettings):
     shutdown_grace_seconds: float = Field(
         4.0, ge=0, le=8, description="SIGTERM to SIGKILL of workers when the agent is told to end its work (SIGINT)"
     )
+    program_path: str = Field("", description="PATH of programs; empty: the system's usual folders")
+    checkpoints: Path | None = Field(
+        None,
+        description="folder of the jobs' checkpoints, the same on all nodes; none: `checkpoints` in the data directory",
+    )
     log_piece_mib: int = Field(16, ge=1, le=4096, description="two pieces of this size are kept of a worker's output")
     log_keep_hours: float = Field(72.0, ge=0, description="how long the files of ended workers are kept")
     log_keep_count: int = Field(10_000, ge=0, description="of how many ended workers per node the files are kept")
@@ -63,6 +69,11 @@ class Settings(BerthSettings):
     def _nodes_can_be_read(cls, nodes: str) -> str:
         parse_nodes(nodes or NVML, own_name="own")
         return nodes or NVML
+
+    @property
+    def checkpoints_directory(self) -> Path:
+        """Where each job has a folder of its own, the same in all its attempts."""
+        return self.checkpoints or self.home.absolute() / "checkpoints"
 
     def node_specs(self) -> tuple[NodeSpec, ...]:
         """The nodes, in order."""

@@ -115,13 +115,12 @@ def _one_job_for_each_submission(asked: Sequence[Asked], states: Mapping[str, st
 
 
 def _one_outcome(
-    known: Mapping[str | None, Asked], states: Mapping[str, str], terminal_events: Sequence[tuple[str, str]]
+    known: Mapping[str, Asked], states: Mapping[str, str], terminal_events: Sequence[tuple[str, str]]
 ) -> Iterable[Violation]:
     ends: dict[str, list[str]] = defaultdict(list)
     for job_id, type_ in terminal_events:
         ends[job_id].append(type_)
     for job_id, job in known.items():
-        assert job_id is not None
         state = states.get(job_id)
         allowed = EXPECTED[job.variant] | (frozenset({"cancelled"}) if job.cancelled else frozenset())
         if state is None:
@@ -135,11 +134,11 @@ def _one_outcome(
             yield Violation("exactly one terminal event", f"{job_id} ({job.variant}, {state}): {told or 'none'}")
         elif state in FINAL and told[0].split(".")[-2] != state:
             yield Violation("API and record agree", f"{job_id} is {state}, the record says {told[0]}")
-    for job_id, told in ends.items():
-        yield Violation("no terminal event of a stranger", f"{job_id}: {told}")
+    for stranger, told in ends.items():
+        yield Violation("no terminal event of a stranger", f"{stranger}: {told}")
 
 
-def _nothing_runs_twice(runs: Sequence[Run], known: Mapping[str | None, Asked]) -> Iterable[Violation]:
+def _nothing_runs_twice(runs: Sequence[Run], known: Mapping[str, Asked]) -> Iterable[Violation]:
     starts = Counter((run.job, run.attempt, run.worker) for run in runs)
     for (job, attempt, worker), times in starts.items():
         if times > 1:
@@ -185,13 +184,12 @@ def _attempts_follow_each_other(runs: Sequence[Run]) -> Iterable[Violation]:
 
 
 def _outcome_fits_runs(
-    known: Mapping[str | None, Asked], states: Mapping[str, str], runs: Sequence[Run]
+    known: Mapping[str, Asked], states: Mapping[str, str], runs: Sequence[Run]
 ) -> Iterable[Violation]:
     by_attempt: dict[str, dict[int, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         by_attempt[run.job][run.attempt].append(run)
     for job_id, job in known.items():
-        assert job_id is not None
         attempts = by_attempt.get(job_id, {})
         good = [number for number, of in attempts.items() if len(of) == job.workers and all(r.code == 0 for r in of)]
         state = states.get(job_id)
@@ -208,7 +206,7 @@ def _outcome_fits_runs(
                     yield Violation("a worker gets the cards it asked for", f"{run.name}: {len(run.gpus)}/{job.gpus}")
 
 
-def _no_work_lost(known: Mapping[str | None, Asked], runs: Sequence[Run]) -> Iterable[Violation]:
+def _no_work_lost(known: Mapping[str, Asked], runs: Sequence[Run]) -> Iterable[Violation]:
     """Losing any part of the control plane kills no work: only what failed by itself is run again."""
     for run in runs:
         job = known.get(run.job)

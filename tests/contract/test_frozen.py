@@ -60,6 +60,7 @@ def test_cores_take_in_just_what_their_consumers_deliver() -> None:
 
     for core in (AdmissionCore, InventoryCore, LifecycleCore, PlacementCore):
         assert set(core.CONSUMES) == set(CONSUMES[core.NAME]), core.NAME
+        assert len(CONSUMES[core.NAME]) == len(set(CONSUMES[core.NAME])), f"{core.NAME}: filters overlap"
 
 
 def test_an_older_reader_ignores_fields_it_does_not_know() -> None:

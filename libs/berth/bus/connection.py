@@ -144,6 +144,10 @@ class _Client(Client):  # type: ignore[misc]  # nats-py is untyped here
         # would still be stored. A frozen peer would also keep nats-py waiting for its buffer to drain.
         self._pending: list[bytes] = []
         self._pending_data_size = 0
+        for pong in self._pongs:
+            if not pong.done():  # nats-py leaves a flush to its timeout
+                pong.set_exception(ConnectionError("connection lost"))
+                pong.exception()
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
@@ -177,6 +181,14 @@ class _Client(Client):  # type: ignore[misc]  # nats-py is untyped here
     def has_live_tasks(self) -> bool:
         tasks = (self._reading_task, self._flusher_task, self._ping_interval_task)
         return all(task is not None and not task.done() for task in tasks)
+
+    def resume_reconnecting(self) -> bool:
+        """Start to reconnect again if nats-py should have stopped without closing; whether that was so."""
+        task: asyncio.Task[None] | None = self._reconnection_task
+        if not self.is_reconnecting or (task is not None and not task.done()):
+            return False
+        self._reconnection_task: asyncio.Task[None] | None = asyncio.create_task(self._attempt_reconnect())
+        return True
 
 
 class Subscription:
@@ -338,8 +350,12 @@ class Connection:
         self._connected.clear()
         self.replies.fail_all("connection closed")
         self._client.sinks.clear()
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._client.close(), timeout=5)
+        # In a task of its own: when a reconnect is under way, nats-py cancels a future here that it then awaits itself.
+        closing = asyncio.ensure_future(self._client.close())
+        done, _ = await asyncio.wait((closing,), timeout=5)
+        if not done:
+            closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
         self.closed.set()
 
     def _cannot_connect(self) -> BusError:
@@ -583,6 +599,7 @@ class Connection:
         while not self.closed.is_set():
             await asyncio.sleep(self.settings.probe_interval_s)
             if not self.is_connected:
+                self.counters.forced_reconnects += self._client.resume_reconnecting()
                 continue
             try:
                 if not self._client.has_live_tasks:

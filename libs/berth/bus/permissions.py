@@ -6,7 +6,9 @@ only what is exported to them, and a reply subject they invent ends in their own
 subscribers, who get copies of the events and can send nothing back. `SYS` is the server's own.
 
 Everything an agent does works across the accounts (tried on 2.15.1): pulling, acknowledging and resetting its command
-consumer, publishing reports singly and in atomic batches, telemetry, and requests in both directions.
+consumer, publishing reports singly and in atomic batches, telemetry, and requests in both directions. The server
+remembers where the answers to a pull request go for two to four minutes, about 3 KiB each, and costs about 10 us more
+for each message.
 """
 
 from __future__ import annotations
@@ -83,21 +85,17 @@ def service_permissions(service: str) -> dict[str, Any]:
     return _permissions(publish, subscribe)
 
 
-def agent_permissions(user: str = FLEET, pool: str = "*", node: str | None = None) -> dict[str, Any]:
-    """Permissions of the agents' common user, or of one node's own."""
-    consumer = ">" if node is None else f"{pool}={node}"
-    tail = "" if node is None else ".>"
+def agent_permissions(user: str = FLEET) -> dict[str, Any]:
+    """Permissions of the agents' common user."""
     publish = [
-        f"$JS.API.CONSUMER.MSG.NEXT.{COMMANDS}.{consumer}",
-        *(f"{_NODES_API}.CONSUMER.{verb}.{COMMANDS}.{consumer}" for verb in ("INFO", "RESET")),
-        f"$JS.ACK.{COMMANDS}.{consumer}{tail}",
-        f"$JS.ACK.*.*.{COMMANDS}.{consumer}{tail}",
+        f"$JS.API.CONSUMER.MSG.NEXT.{COMMANDS}.>",
+        *(f"{_NODES_API}.CONSUMER.{verb}.{COMMANDS}.>" for verb in ("INFO", "RESET")),
+        *_ack_subjects(COMMANDS),
         *AGENT_REPORTS,
         *AGENT_REQUESTS,
+        *AGENT_TELEMETRY,
     ]
-    publish += AGENT_TELEMETRY if node is None else [f"berth.tel.{pool}.{node}"]
-    serves = AGENT_SERVES if node is None else [f"berth.req.{pool}.node.{node}.>"]
-    return _permissions(publish, [f"{inbox_prefix(user)}.>", *serves])
+    return _permissions(publish, [f"{inbox_prefix(user)}.>", *AGENT_SERVES])
 
 
 def _provisioner_permissions() -> dict[str, Any]:

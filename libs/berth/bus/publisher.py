@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import uuid
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -306,7 +306,9 @@ def _chunks(items: list[_Item]) -> list[list[_Item]]:
 
 def _encode_batch(chunk: Sequence[_Item], reply: bytes) -> bytes:
     """Protocol lines of one atomic batch (ADR-50); only the last asks for an answer and commits."""
-    batch_id = uuid.uuid4().hex.encode()  # a new one each time: the server may still hold half of the last attempt
+    # A new id each time, because the server may still hold half of the last attempt; short, because it is stored with
+    # every message.
+    batch_id = secrets.token_urlsafe(9).encode()
     last = len(chunk)
     lines = []
     for number, item in enumerate(chunk, 1):

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_GRACE_S = 2.0
 """A request that has not been answered so long after its expiry was lost."""
+_QUIET_S = 3.0
+"""A consumer that brings nothing for so long is looked at."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,8 @@ class PullCounters:
     missing: int = 0
     """Times the server said that the consumer does not exist."""
     garbled: int = 0
+    foreign: int = 0
+    """Times the consumer had been moved by somebody else, or gave to somebody else what is ours (contiguous only)."""
 
 
 class Inbox:
@@ -103,14 +107,20 @@ class Puller:
 
     With `contiguous`, which is for consumers whose only reader stores its position, the stream is handed over without
     gaps or repeats: after a reconnect, and when the consumer's sequence shows that a delivery was lost, the puller
-    resets the consumer to just behind what it has received. Without it (several readers share the consumer) lost
-    deliveries come again after the consumer's `ack_wait`.
+    resets the consumer to just behind what it has received. Without it several readers may share the consumer, and
+    messages may repeat: a reader that reconnects has everything sent again that is not acknowledged, and what is lost
+    otherwise comes again after the consumer's `ack_wait`.
+
+    A contiguous reader that was replaced and does not know it could do harm: requests that it left open take messages
+    away from its successor, and a reset to its own position would make the successor skip some. So it is asked
+    (`may_reset`) before each reset of its own accord, `halt` stops it at once, and a reader notices that somebody else
+    has moved its consumer: by the count of what waits behind the first message, and by a look at it when nothing comes.
 
     Args:
         batch: most messages of one pull request and of one `next`. Up to two batches wait here, one more is with
             the caller; the consumer's `max_ack_pending` must allow for that.
         expires_s: how long the server keeps a request open.
-        ack_all: the consumer acknowledges everything up to a message at once.
+        may_reset: whether this still is the reader of the consumer; asked before it resets the consumer to heal.
         on_missing: called (with back-off) while the consumer does not exist; it should provision again.
         missing_grace_s: `next` raises `ConsumerMissing` when the consumer is away for longer. A restarting server says
             for a moment that it has none.
@@ -125,7 +135,7 @@ class Puller:
         batch: int = 500,
         expires_s: float = 5.0,
         contiguous: bool = False,
-        ack_all: bool = False,
+        may_reset: Callable[[], Awaitable[bool]] | None = None,
         on_missing: Callable[[], Awaitable[None]] | None = None,
         missing_grace_s: float = 5.0,
     ) -> None:
@@ -136,7 +146,8 @@ class Puller:
         self._batch = batch
         self._expires_s = expires_s
         self._contiguous = contiguous
-        self._ack_all = ack_all
+        self._ack_all = False  # until the consumer says so; single acknowledgements serve either policy
+        self._may_reset = may_reset
         self._on_missing = on_missing
         self._missing_grace_s = missing_grace_s
         self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}".encode()
@@ -148,11 +159,17 @@ class Puller:
         self._token = 0
         self._expected_seq: int | None = None  # consumer sequence of the next delivery; None: any
         self._last_seq: int | None = None  # stream sequence of the last message received; None: nothing known
+        self._waiting_at_reset = 0  # messages that the consumer had for us then
+        self._delivered_at_reset = 0  # the stream sequence that it said it had delivered
+        self._goal: int | None = None  # position of a `reset` that has not been done yet
         self._is_paused = True  # while a reset runs, or the server is away
+        self._is_halted = False
+        self._heard_at = 0.0  # when the last message came, or the last look at the consumer was taken
         self._missing_since: float | None = None
         self._fault: BusError | None = None  # why the last reset was refused
         self._retry_delay_s = 0.0
         self._healing: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unregister: list[Callable[[], None]] = []
         self._is_open = False
@@ -181,6 +198,8 @@ class Puller:
             if after is not None:
                 await self.reset(after)
             else:
+                with contextlib.suppress(TransientError):
+                    await self._look_at_consumer()
                 await self._listen()
                 self._is_paused = False
                 self._top_up()
@@ -196,11 +215,18 @@ class Puller:
             unregister()
         if self._timer is not None:
             self._timer.cancel()
-        if self._healing is not None:
-            self._healing.cancel()
-            await asyncio.gather(self._healing, return_exceptions=True)
+        for task in (self._healing, self._looking):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._stop_listening()
         self._inbox.wake()
+
+    def halt(self) -> None:
+        """Take nothing more and reset nothing, from now on: somebody else reads this consumer. `close` it afterwards."""
+        self._is_halted = self._is_paused = True
+        self._start_healing(self._stop_listening())
+        self._inbox.poke()
 
     # -- for the owner
 
@@ -228,7 +254,10 @@ class Puller:
         self._inbox.poke()
 
     def ack(self, messages: Sequence[Message]) -> None:
-        """Acknowledge, without waiting for the server. Lost acknowledgements are no harm: the message comes again."""
+        """Acknowledge, without waiting for the server. Lost acknowledgements are no harm: the message comes again.
+
+        Where the consumer's policy is that one counts for all before it, only the newest is sent: acknowledge in order.
+        """
         if not messages:
             return
         with contextlib.suppress(Disconnected):
@@ -253,10 +282,10 @@ class Puller:
             self._is_paused = True
             await self._stop_listening()
             self._inbox.messages.clear()
-            self._last_seq = position
+            self._goal = position
             try:
                 if position > 0:
-                    self._last_seq = position = await self._trusted(position)
+                    self._goal = position = await self._trusted(position)
                 await self._reset_to(position)
             except TransientError:
                 self._heal()
@@ -274,7 +303,7 @@ class Puller:
 
     @property
     def last_received(self) -> int | None:
-        """Highest stream sequence received so far."""
+        """Highest stream sequence received so far (contiguous readers only)."""
         return self._last_seq
 
     # -- pulling
@@ -292,7 +321,7 @@ class Puller:
 
     def _top_up(self) -> None:
         """Open requests until two batches are on their way or waiting here."""
-        if self._is_paused or not self._bus.is_connected:
+        if self._is_paused or self._is_halted or not self._bus.is_connected:
             return
         room = 2 * self._batch - len(self._inbox.messages) - sum(request.remaining for request in self._requests)
         while room >= self._batch and len(self._requests) < 2:
@@ -314,6 +343,7 @@ class Puller:
             return
         self._missing_since = None
         self._retry_delay_s = 0.0
+        self._heard_at = asyncio.get_running_loop().time()
         if self._requests:
             request = self._requests[0]
             request.remaining -= 1
@@ -331,6 +361,10 @@ class Puller:
             if not self._is_paused:
                 self.counters.gaps += 1
                 self._heal()
+            return False
+        if message.consumer_seq == 1 and message.pending < self._waiting_at_reset - 1:
+            self.counters.foreign += 1
+            self._heal()
             return False
         self._expected_seq = message.consumer_seq + 1
         if self._last_seq is not None and message.stream_seq <= self._last_seq:
@@ -374,7 +408,7 @@ class Puller:
             raise ConsumerMissing(f"consumer {self.consumer} of stream {self.stream} does not exist")
 
     def _retry_later(self) -> None:
-        if self._is_paused:
+        if self._is_paused or self._is_halted:
             return
         self._is_paused = True
         self._retry_delay_s = min(max(self._retry_delay_s * 2, 0.05), 2.0)
@@ -400,28 +434,30 @@ class Puller:
 
     def _on_reconnect(self) -> None:
         self._requests.clear()
-        if self._contiguous or self._subscription is None:
-            self._heal()
-        else:
-            self._is_paused = False
-            self._top_up()
+        self._heal()
 
     def _heal(self) -> None:
-        """Go on behind the last message received: what was on its way is lost or would come out of order."""
+        """Go on behind the last message received, or acknowledged when the consumer is shared: what was on its way is
+        lost or would come out of order."""
+        if self._is_halted:
+            return
         self._is_paused = True
         self._start_healing(self._reset_until_done())
 
-    def _start_healing(self, work: Awaitable[None]) -> None:
+    def _start_healing(self, work: Coroutine[None, None, None]) -> None:
         if self._healing is not None and not self._healing.done():
             self._healing.cancel()
         self._healing = asyncio.ensure_future(work)
 
     async def _reset_until_done(self) -> None:
         delay_s = 0.02
-        while self._is_open:
+        while self._is_open and not self._is_halted:
             try:
+                if self._may_reset is not None and not await self._may_reset():
+                    raise TransientError(f"this process does not read {self.consumer} any more")
                 async with self._reset_lock:
-                    await self._reset_to(self._last_seq)
+                    resumed = self._last_seq if self._contiguous else None
+                    await self._reset_to(resumed if self._goal is None else self._goal)
                 return
             except (ConsumerMissing, NoStream) as error:
                 self._on_consumer_missing(str(error))
@@ -445,21 +481,57 @@ class Puller:
         """
         self._is_paused = True
         await self._stop_listening()
-        name = f"{self.stream}.{self.consumer}"
-        await jsapi.call(self._bus, f"CONSUMER.INFO.{name}")  # a reset of a missing consumer gets no answer at all
-        await jsapi.call(
-            self._bus, f"CONSUMER.RESET.{name}", {"seq": position + 1} if position is not None else None, timeout=2.0
+        await self._look_at_consumer()  # a reset of a missing consumer gets no answer at all
+        done = await jsapi.call(
+            self._bus,
+            f"CONSUMER.RESET.{self.stream}.{self.consumer}",
+            {"seq": position + 1} if position is not None else None,
+            timeout=2.0,
         )
         self.counters.resets += 1
-        self._expected_seq, self._last_seq = 1, position
+        self._expected_seq, self._last_seq, self._goal = 1, position, None
+        self._waiting_at_reset, self._delivered_at_reset = (
+            int(done["num_pending"]),
+            int(done["delivered"]["stream_seq"]),
+        )
         await self._listen()
         self._is_paused = False
         self._missing_since = None
         self._fault = None
         self._top_up()
 
+    async def _look_at_consumer(self) -> None:
+        info = await jsapi.call(self._bus, f"CONSUMER.INFO.{self.stream}.{self.consumer}")
+        self._ack_all = info["config"]["ack_policy"] == "all"
+
+    def _look_if_quiet(self, now: float) -> None:
+        if not self._contiguous or self._is_paused or now - self._heard_at < _QUIET_S or not self._bus.is_connected:
+            return
+        if self._looking is None or self._looking.done():
+            self._heard_at = now
+            self._looking = asyncio.ensure_future(self._look_whether_it_is_ours())
+
+    async def _look_whether_it_is_ours(self) -> None:
+        """Nothing came for a while: because there is nothing, or because another reader gets it?"""
+        for _ in range(2):  # what is on its way to us looks like somebody else's at the first look
+            expected = self._expected_seq
+            try:
+                info = await jsapi.call(self._bus, f"CONSUMER.INFO.{self.stream}.{self.consumer}")
+            except BusError:
+                return  # pulling finds out by itself
+            delivered = info["delivered"]
+            is_ours = int(delivered["consumer_seq"]) + 1 == expected and (
+                expected > 1 or int(delivered["stream_seq"]) == self._delivered_at_reset
+            )
+            if is_ours or expected != self._expected_seq or self._is_paused:
+                return
+            await asyncio.sleep(0.2)
+        log.warning("consumer %s of %s was moved by another reader", self.consumer, self.stream)
+        self.counters.foreign += 1
+        self._heal()
+
     def _tick(self) -> None:
-        """Once a second: forget requests that the server has silently lost."""
+        """Once a second: forget requests that the server has silently lost; look at a consumer that is quiet."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         while self._requests and self._requests[0].deadline < now:
@@ -468,4 +540,5 @@ class Puller:
         if self._requests and self._requests[0].deadline - now < self._expires_s + _ANSWER_GRACE_S - 1.0:
             self._missing_since = None  # a missing consumer answers at once
         self._top_up()
+        self._look_if_quiet(now)
         self._timer = loop.call_later(1.0, self._tick)

@@ -25,7 +25,7 @@ EXIT_USAGE: Final = 2
 EXIT_FAILED: Final = 1
 POLICY: Final = Path(__file__).resolve().parents[3] / "policies" / "default.yaml"
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 HomeOption = Annotated[Path | None, typer.Option("--home", help="Data directory (BERTH_HOME, else ./.berth).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
@@ -171,8 +171,9 @@ def stop(layout: Layout) -> bool:
         return stop_leftovers(layout)
     os.kill(state.pid, signal.SIGTERM)
     deadline = time.monotonic() + DOWN_SECONDS
-    while is_supervised(layout) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    # The lock is given up a moment before the process is gone; "stopped" means that nothing is left.
+    while (is_supervised(layout) or _lives(state.pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
     return True
 
 
@@ -189,7 +190,7 @@ def stop_leftovers(layout: Layout) -> bool:
     for pid in found:
         os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + 12.0
-    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < deadline:
+    while any(_lives(pid) for pid in found) and time.monotonic() < deadline:
         time.sleep(0.05)
     asyncio.run(stop_servers(layout, PlatformSettings(**state.settings)))
     return bool(found)
@@ -217,6 +218,15 @@ def _is_service(pid: int, name: str) -> bool:
         return f"services.{name}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent to take notice does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _import_path() -> list[str]:

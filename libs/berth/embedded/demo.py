@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ EXPECTED: Final = {
     **{f"primes-{number:02d}": JobState.SUCCEEDED for number in range(20)},
 }
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 class DemoFailed(Exception):

@@ -5,7 +5,7 @@ The database is the truth of the whole platform, so this server is set up for du
 asks everybody for a password, and keeps its port while nobody else took it.
 
 Layout below `home`: `data/` (or `location`, naming the folder outside when the server's account cannot reach `home`),
-`postgres.log`, `credentials.json` (0600), `port`, `lock`.
+`postgres.log`, `credentials.json` (0600), `port`, `lock`, and `socket` when the path of the data is too long for one.
 """
 
 import contextlib
@@ -202,8 +202,10 @@ class PostgresServer:
     def destroy(self) -> None:
         """Stop and remove the data for good, also where it lies outside `home`."""
         self.stop()
-        data = self.data_dir
+        data, sockets = self.data_dir, self._kept_socket_dir()
         shutil.rmtree(data, ignore_errors=True)
+        if sockets is not None:
+            shutil.rmtree(sockets, ignore_errors=True)
         if data.parent != self.home:
             with contextlib.suppress(OSError):
                 data.parent.rmdir()
@@ -319,9 +321,20 @@ class PostgresServer:
         """The data folder itself, or a folder in /tmp when its path is too long for a socket's address."""
         if len(os.fsencode(self.data_dir)) <= MAX_SOCKET_PATH:
             return self.data_dir
-        folder = Path(tempfile.mkdtemp(prefix="berth-pg-", dir="/tmp"))
-        os.chown(folder, account.uid, account.gid)
+        folder = self._kept_socket_dir()
+        if folder is None or account_of(folder).uid != account.uid:
+            folder = Path(tempfile.mkdtemp(prefix="berth-pg-", dir="/tmp"))
+            os.chown(folder, account.uid, account.gid)
+            _write(self.home / "socket", str(folder))
         return folder
+
+    def _kept_socket_dir(self) -> Path | None:
+        """The folder of an earlier start; none when it is gone or no longer a folder (anybody may write to /tmp)."""
+        kept = self.home / "socket"
+        if not kept.exists():
+            return None
+        folder = Path(kept.read_text().strip())
+        return folder if folder.is_dir() and not folder.is_symlink() else None
 
     def _ready(self, process: subprocess.Popen[bytes]) -> bool:
         """Wait until the server says that it takes connections; False when it ended instead."""

@@ -176,6 +176,7 @@ class Supervisor:
             own["BERTH_INTERNAL_TOKEN_FILE"] = str(self.layout.internal_token_file)
         if service == "node_agent":
             own["BERTH_NODES"] = self.settings.fleet
+            own["BERTH_PROGRAM_PATH"] = f"{sys.prefix}/bin:{_PROGRAM_PATH}"
         if self.state.url:
             own["BERTH_OTLP_ENDPOINT"] = f"{self.state.url}/v1/traces"
             own["BERTH_OTLP_TOKEN_FILE"] = str(self.layout.internal_token_file)
@@ -307,6 +308,7 @@ class Supervisor:
         new.replace(self.layout.state_file)
 
 
+_PROGRAM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BAD_CONFIGURATION: Final = 78
 _PR_SET_CHILD_SUBREAPER: Final = 36
 

@@ -46,7 +46,7 @@ from berth.store.errors import Deposed
 from berth.store.errors import TransientError as StoreTransientError
 from berth.store.leader import Leadership
 from berth.store.outbox import OutboxRow
-from berth.store.parked import Parked, take_replays
+from berth.store.parked import Parked
 from berth.telemetry.logs import get_logger
 from berth.telemetry.metrics import PipelineMetrics
 from berth.telemetry.tracing import batch_span
@@ -231,7 +231,7 @@ class EventService(Generic[H]):
             self._metrics.lease_epoch.set(epoch)
             self._log.info("leading", epoch=epoch)
             try:
-                await self._lead()
+                await self._lead(leadership)
             except Deposed as deposed:
                 self._log.warning("deposed", reason=str(deposed))
             finally:
@@ -241,17 +241,24 @@ class EventService(Generic[H]):
                 self._fail_calls()
                 await leadership.release()
 
-    async def _lead(self) -> None:
+    async def _lead(self, leadership: Leadership) -> None:
         handler = await self._loaded()
         async with contextlib.AsyncExitStack() as stack:
             self._position = await self._database.position(self._service, subjects.EVENTS_STREAM)
-            puller = Puller(self._bus, subjects.EVENTS_STREAM, self._service, batch=BATCH, contiguous=True)
+            puller = Puller(
+                self._bus,
+                subjects.EVENTS_STREAM,
+                self._service,
+                batch=BATCH,
+                contiguous=True,
+                may_reset=leadership.confirmed,
+            )
             await puller.open(after=self._position)
             stack.push_async_callback(puller.close)
             self._puller = puller
             stack.callback(self._forget_puller)
             lost = asyncio.ensure_future(self._lost.wait())
-            lost.add_done_callback(lambda _: puller.wake())
+            lost.add_done_callback(lambda _: puller.halt())
             stack.callback(lost.cancel)
             self._handler = handler
             for verb, answer in self._answers.items():
@@ -330,7 +337,6 @@ class EventService(Generic[H]):
                 await self._once(messages, calls, parking="")
                 return
             except StoreTransientError as error:
-                self._database.parked_changed.set()
                 self._metrics.commit_failures.labels("transient").inc()
                 self._log.warning("batch will be tried again", reason=str(error), messages=len(messages))
                 await asyncio.sleep(delay)
@@ -338,7 +344,6 @@ class EventService(Generic[H]):
             except Deposed:
                 raise
             except Exception as error:
-                self._database.parked_changed.set()
                 self._metrics.commit_failures.labels("defect").inc()
                 self._log.error("batch failed", messages=len(messages), error=error)
                 if not messages:
@@ -390,7 +395,7 @@ class EventService(Generic[H]):
         started = perf_counter()
         async with self._database.batch() as tx:
             tx.check_epoch(self._service, self._epoch)
-            replays = await self._replays(tx)
+            replays = await tx.take_replays() if self._database.parked_changed.is_set() else []
             fresh = await tx.new_ids([item.event_id for item in taken]) if taken else set()
             causes: dict[str, tuple[str | None, str | None]] = {}
             for replay in replays:
@@ -426,7 +431,7 @@ class EventService(Generic[H]):
             await handler.write(tx)
             await fault_point(f"{self._service}.before_commit")
         self._metrics.commit_seconds.observe(perf_counter() - started)
-        return _Committed(encoded, [row.id for row in tx.stored_outbox])
+        return _Committed(encoded, tx.outbox_ids)
 
     def _apply(
         self,
@@ -438,7 +443,7 @@ class EventService(Generic[H]):
         parking: str,
     ) -> None:
         message = item.message
-        if message.stream_seq >= 0 and tx.is_entity_parked(item.entity):
+        if tx.is_entity_parked(item.entity):
             self._park(tx, item, "an earlier message of this entity is parked")
             return
         if parking:
@@ -466,19 +471,6 @@ class EventService(Generic[H]):
                 reason=reason,
             )
         )
-
-    async def _replays(self, tx: BatchTransaction) -> list[Parked]:
-        """Parked messages an operator wants tried again. Looked for only when somebody has said that there are some."""
-        changed = self._database.parked_changed
-        if not changed.is_set():
-            return []
-        try:
-            replays = await take_replays(tx)
-        except BaseException:
-            changed.set()
-            raise
-        changed.clear()
-        return replays
 
     async def _settle(self, handler: H, now: datetime, messages: int) -> Outcome:
         started = perf_counter()
@@ -551,5 +543,6 @@ def _id_inside(message: Message) -> str:
 
 
 def _replayed(replay: Parked) -> Message:
-    """A parked message as the handler sees it; the negative sequence says that it does not wait behind itself."""
-    return Message(replay.message.subject, replay.payload, -1, 0, 1, replay.message.headers, b"")
+    """A parked message as the handler sees it."""
+    known = replay.message
+    return Message(known.subject, replay.payload, known.stream_seq, 0, 1, known.headers, b"")

@@ -2,7 +2,8 @@
 
 The lock elects: PostgreSQL gives it up the moment the holder's connection dies. The epoch fences: whoever gets the
 lock raises it, and every batch checks it (`BatchTransaction.check_epoch`), so a leader that was paused and does not
-know that it was replaced cannot write. Measured failover after the death of a leader: the standby's poll, 0.1 s on
+know that it was replaced cannot write. A leader whose process stands still keeps its connection; the server ends it
+when no probe came for `SILENCE_S`. Measured failover after the death of a leader: the standby's poll, 0.1 s on
 average.
 
 A standby asks again every 0.2 s instead of waiting inside `pg_advisory_lock`: a waiting statement keeps a snapshot
@@ -27,6 +28,8 @@ STANDBY_POLL_S = 0.2
 PROBE_S = 1.0
 PROBE_PATIENCE_S = 2.0
 RECONNECT_S = 0.5
+SILENCE_S = 10
+"""The server ends the session of a leader that has not probed for so long: its process stands still."""
 
 
 def process_name() -> str:
@@ -58,6 +61,7 @@ class Leadership:
         self._key = lock_key(settings.schema, lease)
         self._connection: asyncpg.Connection[asyncpg.Record] | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._asking = asyncio.Lock()
 
     @property
     def is_leader(self) -> bool:
@@ -81,6 +85,14 @@ class Leadership:
                 self.epoch = epoch
                 return epoch
             await asyncio.sleep(STANDBY_POLL_S)
+
+    async def confirmed(self) -> bool:
+        """Whether this process leads, by the word of the server a moment ago: the session that holds the lock answers."""
+        connection = self._connection
+        if not self.is_leader or connection is None:
+            return False
+        await self._ask(connection)
+        return self.is_leader
 
     async def release(self) -> None:
         """Give the lease up, so that a standby takes over at its next poll."""
@@ -110,7 +122,12 @@ class Leadership:
         """One try for the lock; the new epoch, or 0 while another process holds it."""
         with store_errors():
             if self._connection is None or self._connection.is_closed():
-                self._connection = await connect(self._settings, "leader", idle_in_transaction_session_timeout="5s")
+                self._connection = await connect(
+                    self._settings,
+                    "leader",
+                    idle_in_transaction_session_timeout="5s",
+                    idle_session_timeout=f"{SILENCE_S}s",
+                )
             connection = self._connection
             if not await connection.fetchval("SELECT pg_try_advisory_lock($1)", self._key):
                 return 0
@@ -123,12 +140,15 @@ class Leadership:
 
     async def _probe_forever(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
         """Notice a server that is gone without saying so: frozen, or behind a cut network."""
+        while not self.lost.is_set():
+            await asyncio.sleep(PROBE_S)
+            await self._ask(connection)
+
+    async def _ask(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
         try:
-            while True:
-                await asyncio.sleep(PROBE_S)
-                # Its own deadline: the driver's would wait for the server to confirm that the statement was cancelled.
-                async with asyncio.timeout(PROBE_PATIENCE_S):
-                    await connection.fetchval("SELECT 1")
+            # Its own deadline: the driver's would wait for the server to confirm that the statement was cancelled.
+            async with asyncio.timeout(PROBE_PATIENCE_S), self._asking:
+                await connection.fetchval("SELECT 1")
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
             self.lost.set()
             connection.terminate()

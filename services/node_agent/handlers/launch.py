@@ -14,6 +14,7 @@ from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.ends import end_without_start, tell_again
 from services.node_agent.handlers.refusals import refuse
 from services.node_agent.node import Node
+from services.node_agent.process.environment import DEFAULT_PATH
 from services.node_agent.process.runtime import AlreadyLaunchedError, StartRefused, WorkerLaunch
 from services.node_agent.rules import WHOLE_CARD_MILLI, refuse_launch
 from services.node_agent.workers import Worker
@@ -77,7 +78,7 @@ async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, n
         end_without_start(node, worker, deps)
         return
     try:
-        started = await deps.runtime.launch(program_of(order, plan, worker, node, secrets))
+        started = await deps.runtime.launch(program_of(order, plan, worker, node, deps, secrets))
     except AlreadyLaunchedError:
         # The journal did not know it, the disk does: state was restored from somewhere. Never start it again.
         refused = StartRefused(worker.key, node.name, worker.fence, EINVAL, "was launched here before")
@@ -96,7 +97,7 @@ async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, n
 
 
 def program_of(
-    order: LaunchWorkers, plan: WorkerPlan, worker: Worker, node: Node, secrets: Mapping[str, str]
+    order: LaunchWorkers, plan: WorkerPlan, worker: Worker, node: Node, deps: Deps, secrets: Mapping[str, str]
 ) -> WorkerLaunch:
     """What to run: the worker's own command and variables go on top of the common ones."""
     index_of = {gpu.uuid: gpu.index for gpu in node.gpus}
@@ -105,8 +106,11 @@ def program_of(
         node=node.name,
         fence=order.fence,
         argv=plan.command or order.command,
-        env={**secrets, **order.env, **plan.env},
-        platform_env={"BERTH_GPUS": ",".join(plan.gpus)},
+        env={"PATH": deps.settings.program_path or DEFAULT_PATH, **secrets, **order.env, **plan.env},
+        platform_env={
+            "BERTH_GPUS": ",".join(plan.gpus),
+            "BERTH_CKPT_DIR": str(deps.settings.checkpoints_directory / order.job_id),
+        },
         gpu_uuids=worker.devices,
         gpu_indices=[index_of.get(gpu, 0) for gpu in plan.gpus],
         cwd=order.workdir or "",

@@ -61,7 +61,7 @@ async def test_each_user_publishes_its_own_facts_only(nats: NatsPlatform, user: 
     assert all(isinstance(result.error, PermissionDenied) for result in results if not result.is_stored)
 
 
-@pytest.mark.parametrize("user", [*(set(SERVICE_PUBLISH) - {"lifecycle"}), "fleet"])
+@pytest.mark.parametrize("user", [*sorted(set(SERVICE_PUBLISH) - {"lifecycle"}), "fleet"])
 async def test_commands_come_from_lifecycle_only(nats: NatsPlatform, user: str) -> None:
     [result] = await Publisher(await nats.connect(user)).publish([a_command("n1")], 5)
     assert isinstance(result.error, PermissionDenied)

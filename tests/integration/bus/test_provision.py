@@ -41,9 +41,11 @@ async def test_streams_are_as_the_design_wants_them(nats: NatsPlatform) -> None:
 
 
 async def test_consumers_never_give_up_on_a_message(nats: NatsPlatform) -> None:
-    config = (await jsapi.call(await nats.connect(PROVISIONER), f"CONSUMER.INFO.{EVENTS}.placement"))["config"]
-    assert config["max_deliver"] == -1
-    assert (config["ack_policy"], config["ack_wait"], config["max_ack_pending"]) == ("explicit", 15 * 10**9, 2000)
+    admin = await nats.connect(PROVISIONER)
+    for service, policy in (("placement", "all"), ("gateway", "explicit")):
+        config = (await jsapi.call(admin, f"CONSUMER.INFO.{EVENTS}.{service}"))["config"]
+        assert config["max_deliver"] == -1
+        assert (config["ack_policy"], config["ack_wait"], config["max_ack_pending"]) == (policy, 15 * 10**9, 2000)
 
 
 async def test_drift_is_reported_and_corrected(nats: NatsPlatform) -> None:
@@ -63,6 +65,14 @@ async def test_drift_is_reported_and_corrected(nats: NatsPlatform) -> None:
     }
     assert done.updated == [f"stream {EVENTS}", "consumer gateway"]
     assert after.drift == []
+
+
+async def test_consumer_whose_change_needs_a_new_one_is_replaced(nats: NatsPlatform) -> None:
+    admin = await nats.connect(PROVISIONER)
+    explicit = Topology((), (ConsumerSpec(EVENTS, "audit"),))
+
+    assert (await provision(admin, explicit)).replaced == ["consumer audit"]
+    assert (await provision(admin, explicit)).drift == []
 
 
 async def test_missing_parts_are_reported_without_being_made_when_not_correcting(nats: NatsPlatform) -> None:

@@ -7,12 +7,10 @@ import time
 
 import pytest
 
-from berth.bus import ConsumerMissing, Publisher, Puller, TransientError, jsapi
+from berth.bus import ConsumerMissing, Message, Publisher, Puller, TransientError, jsapi
 from berth.bus.permissions import PROVISIONER
 from berth.bus.provision import (
     EVENTS,
-    ConsumerSpec,
-    Topology,
     berth_topology,
     consumer_state,
     delete_consumer,
@@ -103,27 +101,27 @@ async def test_slow_reader_is_not_sent_more_than_two_batches(nats: NatsPlatform)
 
 async def test_acknowledged_messages_do_not_come_again(nats: NatsPlatform) -> None:
     await Publisher(await nats.connect("lifecycle")).publish(events(10), 5)
-    audit = await nats.connect("audit")
-    async with Puller(audit, EVENTS, "audit") as puller:
+    gateway = await nats.connect("gateway")
+    async with Puller(gateway, EVENTS, "gateway") as puller:
         await take(puller, 10)
-    await audit.flush()
+    await gateway.flush()
 
-    state = await consumer_state(audit, EVENTS, "audit")
+    state = await consumer_state(gateway, EVENTS, "gateway")
     assert (state.ack_pending, state.ack_floor, state.pending) == (0, 10, 0)
 
 
-async def test_last_acknowledgement_counts_for_all_when_the_consumer_says_so(nats: NatsPlatform) -> None:
-    admin = await nats.connect(PROVISIONER)
-    await delete_consumer(admin, EVENTS, "audit")
-    await provision(admin, Topology((), (ConsumerSpec(EVENTS, "audit", ack_all=True),)))
+async def test_contiguous_reader_acknowledges_a_batch_with_its_last_message(nats: NatsPlatform) -> None:
     await Publisher(await nats.connect("lifecycle")).publish(events(20), 5)
     audit = await nats.connect("audit")
+    async with Puller(audit, EVENTS, "audit", contiguous=True) as puller:
+        messages: list[Message] = []
+        while len(messages) < 20:
+            messages += await puller.next(5)
+        puller.ack(messages)
+        await audit.flush()
 
-    async with Puller(audit, EVENTS, "audit", ack_all=True) as puller:
-        await take(puller, 20)
-    await audit.flush()
-
-    assert (await consumer_state(audit, EVENTS, "audit")).ack_floor == 20
+    state = await consumer_state(audit, EVENTS, "audit")
+    assert (state.ack_floor, state.ack_pending) == (20, 0)
 
 
 @pytest.mark.parametrize("position", [0, 4, 9])
@@ -207,7 +205,9 @@ async def test_puller_resumes_quickly_after_a_crash_of_the_server(own_server: Na
             name = "audit" if contiguous else "gateway"
             async with Puller(await nats.connect(name), EVENTS, name, contiguous=contiguous) as puller:
                 await publisher.publish(events(20, prefix=f"{name}-a"), 5)
-                seen = await take(puller, 20)
+                seen: list[Message] = []
+                while f"{name}-a19" not in entities(seen):
+                    seen += await take(puller, 1)
                 await own_server.kill()
                 assert await puller.next(0.05) == []
 
@@ -220,6 +220,25 @@ async def test_puller_resumes_quickly_after_a_crash_of_the_server(own_server: Na
                 assert time.monotonic() - started < SECONDS_TO_RESUME
                 if contiguous:
                     assert entities(seen)[-20:] == [f"{name}-b{number}" for number in range(20)]
+
+
+async def test_reader_of_a_shared_consumer_gets_again_at_once_what_it_had_not_acknowledged_before_a_crash(
+    own_server: NatsServer,
+) -> None:
+    async with nats_platform(own_server) as nats:
+        await Publisher(await nats.connect("lifecycle")).publish(events(20), 5)
+        async with Puller(await nats.connect("gateway"), EVENTS, "gateway") as puller:
+            seen: list[Message] = []
+            while len(seen) < 20:
+                seen += await puller.next(5)
+            puller.ack(seen[:5])
+            await own_server.kill()
+            await own_server.start()
+
+            started = time.monotonic()
+            again = set(entities(await take(puller, 15)))
+            assert again >= {f"j{number}" for number in range(5, 20)}
+            assert time.monotonic() - started < SECONDS_TO_RESUME
 
 
 async def test_contiguous_reader_sees_each_message_once_through_crashes_under_load(own_server: NatsServer) -> None:
@@ -319,3 +338,51 @@ async def test_request_lost_by_the_server_is_made_again(nats: NatsPlatform) -> N
         await jsapi.call(admin, f"CONSUMER.RESET.{EVENTS}.audit", {"seq": 4})
         await publisher.publish(events(3, prefix="k"), 5)
         assert entities(await take(puller, 3)) == ["k0", "k1", "k2"]
+
+
+async def test_reader_that_was_replaced_takes_nothing_from_its_successor(nats: NatsPlatform) -> None:
+    async def was_replaced() -> bool:
+        return False
+
+    gateway, old_bus, new_bus = [await nats.connect(user) for user in ("gateway", "placement", "placement")]
+    async with Puller(old_bus, EVENTS, "placement", contiguous=True, may_reset=was_replaced) as old:
+        await Publisher(gateway).publish(events(3, fact="submitted"), 5)
+        assert len(await old.next(5)) == 3  # never acknowledged: the reader stands still
+        new = Puller(new_bus, EVENTS, "placement", contiguous=True)
+        await new.open(after=0)
+        try:
+            await Publisher(gateway).publish(events(2, prefix="k", fact="submitted"), 5)
+            old.halt()
+            found: list[str] = []
+            async with asyncio.timeout(30):
+                while len(found) < 5:
+                    found += entities(await new.next(1))
+        finally:
+            await new.close()
+    assert found == ["j0", "j1", "j2", "k0", "k1"]
+
+
+@pytest.mark.parametrize("comes_another", [True, False])
+async def test_reader_notices_that_somebody_else_has_moved_its_consumer(
+    nats: NatsPlatform, monkeypatch: pytest.MonkeyPatch, comes_another: bool
+) -> None:
+    monkeypatch.setattr("berth.bus.puller._QUIET_S", 0.3)
+    gateway, reader, stranger = [await nats.connect(user) for user in ("gateway", "placement", "placement")]
+    await Publisher(gateway).publish(events(3, fact="submitted"), 5)
+    puller = Puller(reader, EVENTS, "placement", contiguous=True)
+    monkeypatch.setattr(puller, "_top_up", lambda: None)  # asks for nothing until the stranger has done its work
+    await puller.open(after=0)
+    await jsapi.call(stranger, f"CONSUMER.RESET.{EVENTS}.placement", {"seq": 4})
+    monkeypatch.undo()
+    monkeypatch.setattr("berth.bus.puller._QUIET_S", 0.3)
+    try:
+        if comes_another:
+            await Publisher(gateway).publish(events(1, prefix="k", fact="submitted"), 5)
+        found: list[str] = []
+        async with asyncio.timeout(10):
+            while len(found) < 3 + comes_another:
+                found += entities(await puller.next(1))
+        assert puller.counters.foreign == 1
+    finally:
+        await puller.close()
+    assert found == ["j0", "j1", "j2", *(["k0"] if comes_another else [])]

@@ -348,6 +348,10 @@ def test_an_ordinary_user_runs_it_too(folder: Path) -> None:
 async def test_a_path_too_long_for_a_socket_is_no_obstacle(make: Callable[..., PostgresServer]) -> None:
     server = make("x" * 100).start()
     assert await value_of(server.dsn(), "SELECT 1") == 1
+    where = server.dsn().split("?host=")[1]
+    server.kill()
+    server.start()
+    assert server.dsn().split("?host=")[1] == where  # no folder is left behind by each start
 
 
 def test_reach_follows_the_mode_bits_of_every_folder(folder: Path) -> None:

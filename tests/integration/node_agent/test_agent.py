@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from platform_of_tests import Platform, soon
 
 from berth.contracts.commands import WorkerPlan
 from berth.contracts.events import (
@@ -18,6 +17,7 @@ from berth.contracts.events import (
     WorkerStarted,
 )
 from berth.contracts.reasons import Code
+from tests.integration.node_agent.platform_of_tests import Platform, soon
 
 WAITING = ("sh", "-c", "while [ ! -e stop ]; do sleep 0.02; done; exit 7")
 

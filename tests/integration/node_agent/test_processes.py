@@ -31,7 +31,7 @@ while :; do sleep 0.05; done
 
 
 def a_launch(*argv: str, job: str = "j1", attempt: int = 1, worker: int = 0, **more: object) -> WorkerLaunch:
-    return WorkerLaunch(WorkerKey(job, attempt, worker), NODE, 7, list(argv), **more)  # type: ignore[arg-type]
+    return WorkerLaunch(WorkerKey(job, attempt, worker), NODE, 7, list(argv), **more)
 
 
 def alive(pid: int) -> bool:

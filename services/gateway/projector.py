@@ -1,0 +1,212 @@
+"""Keeps the views up to date: every event of the pool in, one row for each job that a batch has changed.
+
+One process at a time projects (it leads the lease `gateway`), while every process serves the API. Event types that
+change no view are not even decoded. Views of live jobs are kept in memory, so that a batch reads only what it has not
+seen; a batch that fails drops all of it with the handler.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final
+
+import asyncpg
+import orjson
+
+from berth.bus.message import Message
+from berth.contracts import events as ev
+from berth.contracts.envelope import HEADER_TYPE, Envelope
+from berth.runtime.core_handler import read_event
+from berth.runtime.event_service import BatchHandler, Outcome
+from berth.store.batch import BatchTransaction
+from berth.store.database import Database, store_errors
+from services.gateway.progress import JobProgress
+
+KEPT_VIEWS: Final = 20_000
+
+_ABOUT_A_JOB: Final = frozenset(
+    fact.TYPE
+    for fact in (
+        ev.JobRefused,
+        ev.JobHeld,
+        ev.JobAdmitted,
+        ev.AdmissionWithdrawn,
+        ev.JobPlaced,
+        ev.JobWaiting,
+        ev.JobRunning,
+        ev.JobUnknown,
+        ev.JobStopping,
+        ev.AttemptEnded,
+        ev.JobRequeued,
+        ev.JobSucceeded,
+        ev.JobFailed,
+        ev.JobCancelled,
+        ev.JobReclaimed,
+    )
+)
+_OTHERS: Final = frozenset(
+    fact.TYPE
+    for fact in (
+        ev.JobSubmitted,
+        ev.PolicyActivated,
+        ev.PolicyRejected,
+        ev.NodeChanged,
+    )
+)
+
+
+class ViewHandler(BatchHandler):
+    """The projection. on_change: called when a policy was written, shortly before its commit."""
+
+    decisions_version = "gateway-1"
+
+    def __init__(self, *, on_change: Callable[[], None] = lambda: None) -> None:
+        self.filters: list[str] = []
+        self._on_change = on_change
+        self._events: list[tuple[int, Envelope[Any]]] = []
+        self._views: OrderedDict[str, tuple[JobProgress, int]] = OrderedDict()
+
+    async def load(self, database: Database, *, now: datetime) -> None:
+        """Nothing: views are read when an event needs them."""
+
+    def apply(self, message: Message, *, now: datetime) -> None:
+        """Decode what changes a view; the rest passes by."""
+        type_ = message.header(HEADER_TYPE)
+        if type_ in _ABOUT_A_JOB or type_ in _OTHERS:
+            self._events.append((message.stream_seq, read_event(message)))
+
+    def settle(self, *, now: datetime) -> Outcome:
+        """Nothing is decided here."""
+        return Outcome()
+
+    async def write(self, tx: BatchTransaction) -> None:
+        """Fold the batch into the views and write each row once."""
+        if not self._events:
+            return
+        events, self._events = self._events, []
+        connection = await tx.con()
+        with store_errors():
+            await self._read_missing(connection, events)
+            changed: dict[str, int] = {}
+            for seq, event in events:
+                await self._fold(connection, seq, event, changed)
+            await self._write_views(connection, changed)
+
+    # --- folding ----------------------------------------------------------------------------------------------------
+
+    async def _fold(
+        self, connection: asyncpg.Connection[asyncpg.Record], seq: int, event: Envelope[Any], changed: dict[str, int]
+    ) -> None:
+        data = event.data
+        if type(data).TYPE in _ABOUT_A_JOB:
+            self._fold_job(seq, event, changed)
+        elif isinstance(data, ev.NodeChanged):
+            await connection.execute(_NODE, data.node, sorted({g.card_type for g in data.gpus}), seq)
+        elif isinstance(data, ev.PolicyActivated):
+            await connection.execute(
+                _POLICY, data.policy_version, orjson.dumps(data.document), data.author, data.why, event.time
+            )
+            if data.proposal_id:
+                await connection.execute(_PROPOSAL, data.proposal_id, data.policy_version, None)
+            self._on_change()
+        elif isinstance(data, ev.PolicyRejected):
+            problems = [*data.problems, *({"path": "", "fault": f.code.value, "remedy": f.remedy} for f in data.faults)]
+            await connection.execute(_PROPOSAL, data.proposal_id, None, orjson.dumps(problems))
+        elif isinstance(data, ev.JobSubmitted) and data.job_id not in self._views:
+            await self._restore(connection, event, data)
+
+    def _fold_job(self, seq: int, event: Envelope[Any], changed: dict[str, int]) -> None:
+        job_id: str = event.data.job_id
+        known = self._views.get(job_id)
+        if known is None:
+            return  # forgotten, or its submission was never ours
+        progress, last_seq = known
+        if 0 <= seq <= last_seq:
+            return
+        if not progress.apply(event):
+            return
+        changed[job_id] = max(seq, last_seq)
+        self._views[job_id] = (progress, changed[job_id])
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    async def _read_missing(
+        self, connection: asyncpg.Connection[asyncpg.Record], events: list[tuple[int, Envelope[Any]]]
+    ) -> None:
+        wanted: set[str] = set()
+        for _, event in events:
+            data = event.data
+            if type(data).TYPE in _ABOUT_A_JOB or isinstance(data, ev.JobSubmitted):
+                wanted.add(data.job_id)
+        missing = [job_id for job_id in wanted if job_id not in self._views]
+        if missing:
+            for job_id, view, last_seq in await connection.fetch(_READ, missing):
+                self._views[job_id] = (JobProgress.from_json(view), last_seq)
+
+    async def _write_views(self, connection: asyncpg.Connection[asyncpg.Record], changed: dict[str, int]) -> None:
+        if changed:
+            ids, states, finals, views, seqs, over = [], [], [], [], [], []
+            for job_id, seq in sorted(changed.items()):
+                progress = self._views[job_id][0]
+                ids.append(job_id)
+                states.append(progress.state)
+                finals.append(progress.is_final)
+                views.append(progress.to_json())
+                seqs.append(seq)
+                if progress.is_final:
+                    over.append(job_id)
+                    del self._views[job_id]
+            await connection.execute(_WRITE, ids, states, finals, views, seqs)
+            if over:
+                await connection.execute("DELETE FROM gateway.secret WHERE job_id = ANY ($1)", over)
+        while len(self._views) > KEPT_VIEWS:
+            self._views.popitem(last=False)
+
+    async def _restore(
+        self, connection: asyncpg.Connection[asyncpg.Record], event: Envelope[Any], data: ev.JobSubmitted
+    ) -> None:
+        """A job whose row is gone: the database is older than the stream. The event holds all but its secrets."""
+        spec = data.spec
+        await connection.execute(
+            _INSERT,
+            data.job_id,
+            spec.tenant,
+            spec.name,
+            spec.job_class.value,
+            spec.priority,
+            spec.total_gpus,
+            spec.total_workers,
+            data.submitted_at,
+            data.submitted_by,
+            event.traceparent[3:35],
+            spec.model_dump_json(by_alias=True, exclude_defaults=True).encode(),
+        )
+        self._views[data.job_id] = (JobProgress(), 0)
+
+
+_READ = "SELECT job_id, view, last_seq FROM gateway.job WHERE job_id = ANY ($1)"
+_WRITE = """
+UPDATE gateway.job j SET state = u.state, is_final = u.is_final, view = u.view, last_seq = u.seq
+FROM unnest($1::text[], $2::text[], $3::boolean[], $4::bytea[], $5::bigint[]) AS u (job_id, state, is_final, view, seq)
+WHERE j.job_id = u.job_id
+"""
+_INSERT = """
+INSERT INTO gateway.job (job_id, tenant, name, class, state, priority, gpus, workers, submitted_at, submitted_by,
+    trace_id, spec)
+VALUES ($1, $2, $3, $4, 'submitted', $5, $6, $7, $8, $9, $10, $11)
+ON CONFLICT DO NOTHING
+"""
+_NODE = """
+INSERT INTO gateway.node AS n (node, card_types, last_seq) VALUES ($1, $2, $3)
+ON CONFLICT (node) DO UPDATE SET card_types = excluded.card_types, last_seq = excluded.last_seq
+WHERE n.card_types <> excluded.card_types AND n.last_seq < excluded.last_seq
+"""
+_POLICY = """
+INSERT INTO gateway.policy (version, document, author, why, activated_at) VALUES ($1, $2, $3, $4, $5)
+ON CONFLICT DO NOTHING
+"""
+_PROPOSAL = """
+INSERT INTO gateway.proposal (proposal_id, policy_version, problems) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING
+"""
