@@ -23,6 +23,7 @@ from berth.contracts.events import (
     PolicyActivated,
     PolicyProposed,
     PolicyRejected,
+    ServiceAdmitted,
 )
 from berth.contracts.jobs import JobSpec
 from berth.contracts.reasons import Code, Reason, because
@@ -39,7 +40,7 @@ from berth.decisions.quota.book import QuotaBook
 CANCELS_KEPT = timedelta(days=7)
 """How long a cancel request for an unknown job is kept: as long as the stream could still bring that job."""
 
-_NOT_YET = ("share", "memory_gib", "slice", "min_workers", "within", "service")
+_NOT_YET = ("share", "memory_gib", "slice", "min_workers", "within")
 
 
 class AdmissionCore(Core):
@@ -200,7 +201,9 @@ class AdmissionCore(Core):
             refused = JobRefused(job_id=data.job_id, reasons=tuple(reasons), policy_version=self._policy_version)
             self._emit(data, refused, trace=trace, cause=cause)
             return
-        admitted = JobAdmitted(
+        # a service itself never competes: its replicas do, and serving admits them as they are wanted
+        fact = JobAdmitted if data.spec.service is None else ServiceAdmitted
+        admitted = fact(
             job_id=data.job_id,
             spec=data.spec,
             submitted_at=data.submitted_at,
