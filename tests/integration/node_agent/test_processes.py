@@ -286,7 +286,7 @@ WAIT = "while [ ! -e stop ]; do sleep 0.02; done; exit "
 async def main():
     runtime = Supervisors(Path(sys.argv[1]))
     long = WorkerLaunch(
-        WorkerKey("long", 1, 0), "n1", 7, ["sh", "-c", WAIT + "6"], gpu_uuids=["GPU-a"], extra={"k": "v"}
+        WorkerKey("long", 1, 0), "n1", 7, ["sh", "-c", WAIT + "6"], gpu_uuids=["GPU-a"], extra=b'{"k": "v"}'
     )
     await runtime.launch(long)
     await runtime.launch(WorkerLaunch(WorkerKey("short", 1, 0), "n1", 8, ["sh", "-c", WAIT + "85"]))
