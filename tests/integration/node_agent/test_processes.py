@@ -157,7 +157,8 @@ async def test_stdin_is_empty_and_signals_are_at_their_defaults(runtime: Supervi
     launch = a_launch("sh", "-c", "cat; grep -E 'Sig(Ign|Blk)' /proc/self/status")
     await run(runtime, launch)
     for line in (await output_of(runtime, launch.key)).splitlines():
-        assert int(line.split()[1], 16) == 0, line
+        # Signals 32 and 33 belong to the C library: whoever started the tests may have them ignored, and nobody can tell.
+        assert int(line.split()[1], 16) & ~0x1_8000_0000 == 0, line
 
 
 async def test_same_worker_is_not_launched_twice(runtime: Supervisors) -> None:
