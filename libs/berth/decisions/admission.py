@@ -41,7 +41,6 @@ CANCELS_KEPT = timedelta(days=7)
 """How long a cancel request for an unknown job is kept: as long as the stream could still bring that job."""
 
 
-
 class AdmissionCore(Core):
     """Policy versions, held jobs and the answer to each submission."""
 

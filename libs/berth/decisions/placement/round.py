@@ -252,6 +252,7 @@ class Round:
             return
         settings = state.policy.for_class(claim.job_class)
         own = {r.facts.get("card_type") for r in turn.reasons if r.code in OWN_LIMITS}
+        own -= {r.facts.get("card_type") for r in turn.reasons if r.code not in OWN_LIMITS}
         if settings.queue.discipline == "strict":
             for card_type in types:
                 if card_type in own:

@@ -11,7 +11,8 @@ import numpy as np
 from berth.decisions.placement.claim import Claim, Unit
 from berth.decisions.placement.fit import number_workers, seat_shape
 from berth.decisions.placement.fleet import Ints, TypePool
-from berth.decisions.placement.jobs import MICROSECONDS, Job
+from berth.decisions.placement.jobs import MICROSECONDS
+from berth.decisions.placement.ledger import Taken
 from berth.decisions.placement.scene import ENDLESS, Scene, Shadow
 from berth.decisions.placement.turn import options
 from berth.decisions.policy.document import ClassSettings
@@ -46,48 +47,34 @@ def plan_start(claim: Claim, job_id: str, scene: Scene) -> tuple[str, Shadow] | 
 
 
 def _start_on(claim: Claim, job_id: str, scene: Scene, pool: TypePool) -> Shadow | None:
-    ends = _ends(scene, pool)
-    moments = sorted({end for end, _, _ in ends})
-    settings = scene.policy.for_class(claim.job_class).placement
-    numbered = number_workers(claim.shape.kinds)
+    ends = sorted(
+        ((scene.end_of(job), job.id, job) for job in scene.running(pool.card_type)), key=lambda entry: entry[:2]
+    )
+    moments = sorted({end for end, _, _ in ends if end < ENDLESS})
     low, high = 0, len(moments)
     found: Shadow | None = None
     while low < high:
         middle = (low + high) // 2
-        free = pool.free.copy()
-        for end, row, count in ends:
-            if end <= moments[middle]:
-                free[row] += count
-        seats = seat_shape(pool, claim.shape, numbered, free, scene.books.fleet, is_packed=settings.strategy == "pack")
-        if seats is None:
+        gone = [Taken(job) for end, _, job in ends if end <= moments[middle]]
+        with scene.books.without(gone):
+            spare = _spare(claim, scene, pool)
+        if spare is None:
             low = middle + 1
-            continue
-        high = middle
-        spare: Ints = free.copy()
-        for seat in seats:
-            spare[seat.row] -= seat.gpus * len(seat.workers)
-        found = Shadow(job_id, moments[middle], np.maximum(spare, 0))
+        else:
+            high, found = middle, Shadow(job_id, moments[middle], spare)
     return found
 
 
-def _ends(scene: Scene, pool: TypePool) -> list[tuple[int, int, int]]:
-    """When whole cards come back at the latest: (time, row, cards), for work with an end."""
-    found: list[tuple[int, int, int]] = []
-    for job in scene.running(pool.card_type):
-        end = scene.end_of(job)
-        if end < ENDLESS:
-            found += _returns(job, end, scene, pool)
-    return found
-
-
-def _returns(job: Job, end: int, scene: Scene, pool: TypePool) -> list[tuple[int, int, int]]:
-    found = []
-    for entry in job.held:
-        node = scene.books.fleet.nodes[entry.node]
-        if entry.part is not None or entry.card_type != pool.card_type or not node.takes_work:
-            continue
-        cards = [node.by_uuid[uuid] for uuid in entry.gpus if uuid not in scene.books.held_for]
-        count = sum(card.is_sound for card in cards)
-        if count:
-            found.append((end, node.rows[pool.card_type], count))
-    return found
+def _spare(claim: Claim, scene: Scene, pool: TypePool) -> Ints | None:
+    """Free cards by row that are left once the job has its place; None where it has none."""
+    if scene.books.quota.blocker(claim.tenant, pool.card_type, claim.shape.gpus) is not None:
+        return None
+    settings = scene.policy.for_class(claim.job_class).placement
+    numbered = number_workers(claim.shape.kinds)
+    seats = seat_shape(pool, claim.shape, numbered, pool.free, scene.books.fleet, is_packed=settings.strategy == "pack")
+    if seats is None:
+        return None
+    spare: Ints = pool.free.copy()
+    for seat in seats:
+        spare[seat.row] -= seat.gpus * len(seat.workers)
+    return np.maximum(spare, 0)
