@@ -222,7 +222,7 @@ class Round:
                 self.start(job, tried)
                 return True
             turn.reasons += tried.reasons
-            if state.preempts(claim.job_class):
+            if state.preempts(claim.job_class) and self._potential.could_do(claim):
                 made, stops = self._make_room(job, step)
                 blocked.update(stops)
                 if made:
