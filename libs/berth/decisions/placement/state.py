@@ -206,7 +206,7 @@ class State:
     def _promise(self, plan: Plan, sign: int) -> None:
         for card_type, amount in plan.needs.items():
             self.books.quota.of(plan.tenant, card_type).claimed += sign * amount
-            self.books.quota.version += 1
+            self.books.quota.changed()
 
     # -------------------------------------------------------------------------------------------- tell and record
     def touch(self, job: Job) -> None:

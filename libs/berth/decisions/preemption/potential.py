@@ -63,7 +63,10 @@ class Potential:
     def _sum(self, claim: Claim, card_type: str) -> Amount:
         scene = self._scene
         settings = scene.policy.for_class(claim.job_class).preemption
-        total: Amount = sum(standing.leaving for _, _, standing in scene.books.quota.used_on(card_type))
+        books = scene.books
+        leaving: Amount = sum(standing.leaving for _, _, standing in books.quota.used_on(card_type))
+        # What leaves for others is theirs.
+        total = max(leaving - books.promised.get(card_type, 0) + books.on_hold.get(card_type, 0), 0)
         if settings.by_priority != "off":
             own_only = settings.by_priority == "same_tenant"
             total += sum(
