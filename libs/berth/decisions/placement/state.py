@@ -32,6 +32,9 @@ from berth.decisions.queueing.share import Shares, Usage
 from berth.decisions.queueing.waiting import Group, WaitingSet
 from berth.decisions.quota.keep import Keeper
 
+Order = tuple[int, float, int, str]
+"""When a job has its turn: priority (negative), share, time of submission, id."""
+
 
 @dataclass(slots=True)
 class ShareWindow:
@@ -62,6 +65,8 @@ class State:
     fence: int = 0
     plan_number: int = 0
     cuts_due: bool = False
+    left: tuple[list[str], Order] | None = None
+    """Where the last pass stopped looking for victims: card types that had changed, and the first claim not tried."""
     window_entities: dict[str, None] = field(default_factory=dict)
     now: datetime = field(default_factory=lambda: datetime.fromtimestamp(0, UTC))
     cause: str = ""
@@ -151,13 +156,13 @@ class State:
         )
 
     # ------------------------------------------------------------------------------------------------------- order
-    def order(self, group: Group) -> tuple[int, float, int, str]:
+    def order(self, group: Group) -> Order:
         """When a group's first job has its turn."""
         claim = group.claim
         submitted, job_id = group.head
         return (-claim.priority, self.share(claim), submitted, job_id)
 
-    def order_of(self, job: Job) -> tuple[int, float, int, str]:
+    def order_of(self, job: Job) -> Order:
         """When a job has its turn."""
         return (-job.claim.priority, self.share(job.claim), job.submitted, job.id)
 
@@ -305,6 +310,7 @@ class State:
                     "state_version": self.state_version,
                     "plan": self.plan_number,
                     "open": list(self.open_windows),
+                    "left": None if self.left is None else [self.left[0], list(self.left[1])],
                     "windows": {k: self.out.counters[k] for k in self.window_entities},
                     "at": micros(self.now),
                 },
