@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
-import asyncpg
 import orjson
 
 from berth.bus.errors import TransientError as BusTransientError
@@ -23,13 +22,14 @@ from berth.contracts.envelope import Fact
 from berth.contracts.events import JobCancelRequested, JobSubmitted
 from berth.contracts.jobs import JobSpec, JobState
 from berth.decisions.core import Emission
-from berth.runtime.emissions import EmissionEncoder, Encoded
+from berth.runtime.emissions import EmissionEncoder
 from berth.runtime.faults import fault_point
-from berth.store.database import Database, store_errors
+from berth.store.database import Database
 from berth.store.errors import TransientError
 from berth.store.outbox import OutboxRow
 from berth.telemetry.logs import get_logger
 from berth.telemetry.tracing import SILENT_BATCH
+from services.gateway.store.writes import ALWAYS, WITH_CANCEL, GroupRows, GroupWriter, JobTuple
 
 SERVICE: Final = "gateway"
 MAX_GROUP_JOBS: Final = 4000
@@ -115,6 +115,7 @@ class Intake:
 
     def __init__(self, database: Database, publisher: Publisher, *, pool: str) -> None:
         self._database = database
+        self._writer = GroupWriter(database)
         self._publisher = publisher
         self._encoder = EmissionEncoder(service=SERVICE, pool=pool)
         self._waiting: deque[Request] = deque()
@@ -204,116 +205,79 @@ class Intake:
                 return
 
     async def _once(self, group: list[Request]) -> None:
-        submissions = [r for r in group if isinstance(r, Submission)]
+        submissions, twins = _without_twins([r for r in group if isinstance(r, Submission)])
         cancels = [r for r in group if isinstance(r, Cancel)]
-        answers: list[tuple[Request, Any]] = []
-        async with self._database.batch() as tx:
-            connection = await tx.con()
-            with store_errors():
-                fresh, settled = await self._keep_keys(connection, submissions)
-                answers += settled
-                stored = await self._insert_jobs(connection, fresh)
-                first_cancels = await self._mark_cancelled(connection, cancels)
-            answers += [(s, _accepted(s)) for s in fresh]
-            answers += [(c, c.job_id in first_cancels and first_cancels.pop(c.job_id) is c) for c in cancels]
-            emissions = [_submitted(s, job) for s in fresh for job in s.jobs if job.job_id in stored]
-            emissions += [_cancel_requested(c) for c, is_first in answers if isinstance(c, Cancel) and is_first]
-            for request in group:
-                if isinstance(request, Tell):
-                    emissions.append(_told(request))
-                    answers.append((request, None))
-            encoded, _ = self._encoder.encode(emissions, now=datetime.now(UTC), causes={}, batch=SILENT_BATCH)
-            tx.add_outbox(OutboxRow(e.event_id, e.subject, orjson.dumps(e.headers), e.payload) for e in encoded)
-            await fault_point("gateway.before_commit")
+        tells = [r for r in group if isinstance(r, Tell)]
+        rows = self._rows(submissions, cancels, tells)
+        await fault_point("gateway.before_commit")
+        written = await self._writer.write(rows)
         self.groups += 1
         await fault_point("gateway.between_commit_and_publish")
-        self._hand_over(encoded, [row.id for row in tx.stored_outbox])
-        for request, answer in answers:
-            if not request.answer.done():
-                if isinstance(answer, Exception):
-                    request.answer.set_exception(answer)
-                else:
-                    request.answer.set_result(answer)
+        self._hand_over(written.rows)
+        for tell in tells:
+            _answer(tell, None)
+        first = set(written.cancelled)
+        for cancel in cancels:
+            _answer(cancel, cancel.job_id in first)
+            first.discard(cancel.job_id)
+        for number, submission in enumerate(submissions, 1):
+            copies = twins.get((submission.scope, submission.key), [])
+            if number in written.lost:
+                for copy in (submission, *copies):
+                    _answer(copy, await self._known(copy))
+                continue
+            _answer(submission, _accepted(submission))
+            for copy in copies:
+                is_same = copy.digest == submission.digest
+                _answer(copy, _accepted(submission, is_repeat=True) if is_same else KeyConflict(copy.key))
 
-    async def _keep_keys(
-        self, connection: asyncpg.Connection[asyncpg.Record], submissions: list[Submission]
-    ) -> tuple[list[Submission], list[tuple[Request, Any]]]:
-        """Split into submissions to carry out, and those whose key is known, with their answers.
+    def _rows(self, submissions: list[Submission], cancels: list[Cancel], tells: list[Tell]) -> GroupRows:
+        rows = GroupRows(cancels=[cancel.job_id for cancel in cancels])
+        emissions: list[Emission] = []
+        numbers: list[int] = []
+        for number, submission in enumerate(submissions, 1):
+            if submission.key:
+                expires = submission.submitted_at + timedelta(seconds=submission.key_seconds)
+                rows.keys.append((number, submission.scope, submission.key, submission.digest, expires))
+            for job in submission.jobs:
+                rows.jobs.append(_job_row(number, submission, job))
+                rows.secrets += [(number, job.job_id, name, value) for name, value in job.secrets.items()]
+                emissions.append(_submitted(submission, job))
+                numbers.append(number)
+        for cancel in {cancel.job_id: cancel for cancel in reversed(cancels)}.values():
+            emissions.append(_cancel_requested(cancel))
+            numbers.append(WITH_CANCEL)
+        for tell in tells:
+            emissions.append(_told(tell))
+            numbers.append(ALWAYS)
+        encoded, _ = self._encoder.encode(emissions, now=datetime.now(UTC), causes={}, batch=SILENT_BATCH)
+        rows.outgoing = [
+            (number, emission.entity, OutboxRow(e.event_id, e.subject, orjson.dumps(e.headers), e.payload))
+            for number, emission, e in zip(numbers, emissions, encoded, strict=True)
+        ]
+        return rows
 
-        The unique key decides between copies, also of other processes: whoever inserts second waits for the first
-        transaction and then sees its row.
-        """
-        keyed: dict[tuple[str, str], Submission] = {}
-        twins: list[Submission] = []
-        fresh = []
-        for submission in submissions:
-            if not submission.key:
-                fresh.append(submission)
-            elif (submission.scope, submission.key) in keyed:
-                twins.append(submission)
-            else:
-                keyed[submission.scope, submission.key] = submission
-        if not keyed:
-            return fresh, []
-        for (scope, key), submission in sorted(keyed.items()):  # one order everywhere, so nobody waits in a circle
-            expires = submission.submitted_at + timedelta(seconds=submission.key_seconds)
-            ids = [job.job_id for job in submission.jobs]
-            won = await connection.fetchval(_KEEP_KEY, scope, key, submission.digest, ids, expires)
-            if won is not None:
-                fresh.append(submission)
-            else:
-                twins.append(submission)
-        settled: list[tuple[Request, Any]] = []
-        for twin in twins:
-            winner = keyed[twin.scope, twin.key]
-            if winner in fresh:
-                answer = _accepted(winner, is_repeat=True) if winner.digest == twin.digest else KeyConflict(twin.key)
-            else:
-                answer = await _known(connection, twin)
-            settled.append((twin, answer))
-        return fresh, settled
-
-    async def _insert_jobs(
-        self, connection: asyncpg.Connection[asyncpg.Record], submissions: list[Submission]
-    ) -> set[str]:
-        rows = [(submission, job) for submission in submissions for job in submission.jobs]
-        if not rows:
-            return set()
-        await connection.execute(
-            _INSERT_JOBS,
-            [job.job_id for _, job in rows],
-            [job.spec.tenant for _, job in rows],
-            [job.spec.name for _, job in rows],
-            [job.spec.job_class.value for _, job in rows],
-            [job.spec.priority for _, job in rows],
-            [job.spec.total_gpus for _, job in rows],
-            [job.spec.total_workers for _, job in rows],
-            [submission.submitted_at for submission, _ in rows],
-            [submission.user for submission, _ in rows],
-            [job.traceparent[3:35] for _, job in rows],
-            [_spec_json(job.spec) for _, job in rows],
-        )
-        secrets = [(job.job_id, name, value) for _, job in rows for name, value in job.secrets.items()]
-        if secrets:
-            await connection.execute(_INSERT_SECRETS, *(list(column) for column in zip(*secrets, strict=True)))
-        return {job.job_id for _, job in rows}
-
-    async def _mark_cancelled(
-        self, connection: asyncpg.Connection[asyncpg.Record], cancels: list[Cancel]
-    ) -> dict[str, Cancel]:
-        if not cancels:
-            return {}
-        by_job = {cancel.job_id: cancel for cancel in reversed(cancels)}
-        rows = await connection.fetch(_MARK_CANCELLED, sorted(by_job))
-        return {row[0]: by_job[row[0]] for row in rows}
+    async def _known(self, submission: Submission) -> Accepted | KeyConflict:
+        """What an earlier submission under the same key led to."""
+        async with self._database.reader() as connection:
+            row = await connection.fetchrow(
+                "SELECT digest, job_ids FROM gateway.idempotency WHERE scope = $1 AND key = $2",
+                submission.scope,
+                submission.key,
+            )
+            if row is None or bytes(row[0]) != submission.digest:
+                return KeyConflict(submission.key)
+            jobs = await connection.fetch("SELECT job_id, name, state FROM gateway.job WHERE job_id = ANY ($1)", row[1])
+        found = {job[0]: (job[0], job[1], job[2]) for job in jobs}
+        return Accepted(tuple(found[job_id] for job_id in row[1] if job_id in found), is_repeat=True)
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, encoded: list[Encoded], ids: list[int]) -> None:
-        if encoded:
+    def _hand_over(self, rows: Sequence[tuple[int, OutboxRow]]) -> None:
+        if rows:
             self._is_publishing = True
-            outgoing = [Outgoing(e.subject, e.payload, e.event_id, e.headers) for e in encoded]
-            self._outgoing.put_nowait((outgoing, ids))
+            outgoing = [Outgoing(r.subject, r.payload, r.event_id, orjson.loads(r.headers)) for _, r in rows]
+            self._outgoing.put_nowait((outgoing, [row_id for row_id, _ in rows]))
 
     async def _publish_forever(self) -> None:
         while True:
@@ -375,15 +339,47 @@ def _accepted(submission: Submission, *, is_repeat: bool = False) -> Accepted:
     return Accepted(tuple((job.job_id, job.spec.name, state) for job in submission.jobs), is_repeat)
 
 
-async def _known(connection: asyncpg.Connection[asyncpg.Record], twin: Submission) -> Accepted | KeyConflict:
-    row = await connection.fetchrow(
-        "SELECT digest, job_ids FROM gateway.idempotency WHERE scope = $1 AND key = $2", twin.scope, twin.key
+def _answer(request: Request, answer: Accepted | bool | Exception | None) -> None:
+    """Give a request its answer, unless the caller has gone away."""
+    if request.answer.done():
+        return
+    if isinstance(answer, Exception):
+        request.answer.set_exception(answer)
+    else:
+        request.answer.set_result(answer)  # type: ignore[arg-type]  # each kind of request has its kind of answer
+
+
+def _without_twins(submissions: list[Submission]) -> tuple[list[Submission], dict[tuple[str, str], list[Submission]]]:
+    """Those to carry out, and later copies under the same key by that key."""
+    chosen: list[Submission] = []
+    copies: dict[tuple[str, str], list[Submission]] = {}
+    for submission in submissions:
+        slot = (submission.scope, submission.key)
+        if submission.key and slot in copies:
+            copies[slot].append(submission)
+            continue
+        chosen.append(submission)
+        if submission.key:
+            copies[slot] = []
+    return chosen, copies
+
+
+def _job_row(number: int, submission: Submission, job: NewJob) -> JobTuple:
+    spec = job.spec
+    return (
+        number,
+        job.job_id,
+        spec.tenant,
+        spec.name,
+        spec.job_class.value,
+        spec.priority,
+        spec.total_gpus,
+        spec.total_workers,
+        submission.submitted_at,
+        submission.user,
+        job.traceparent[3:35],
+        _spec_json(spec),
     )
-    if row is None or bytes(row[0]) != twin.digest:
-        return KeyConflict(twin.key)
-    jobs = await connection.fetch("SELECT job_id, name, state FROM gateway.job WHERE job_id = ANY ($1)", row[1])
-    found = {job[0]: (job[0], job[1], job[2]) for job in jobs}
-    return Accepted(tuple(found[job_id] for job_id in row[1] if job_id in found), is_repeat=True)
 
 
 def _submitted(submission: Submission, job: NewJob) -> Emission:
@@ -428,30 +424,3 @@ def _told(tell: Tell) -> Emission:
 
 def _spec_json(spec: JobSpec) -> bytes:
     return spec.__pydantic_serializer__.to_json(spec, by_alias=True, exclude_defaults=True)
-
-
-_KEEP_KEY = """
-INSERT INTO gateway.idempotency AS i (scope, key, digest, job_ids, expires_at) VALUES ($1, $2, $3, $4, $5)
-ON CONFLICT (scope, key) DO UPDATE
-SET digest = excluded.digest, job_ids = excluded.job_ids, expires_at = excluded.expires_at
-WHERE i.expires_at <= now() OR (i.digest = excluded.digest AND i.job_ids = excluded.job_ids)
-RETURNING 1
-"""
-"""An expired key is free again; our own row from a commit whose answer was lost counts as won."""
-
-_INSERT_JOBS = """
-INSERT INTO gateway.job (job_id, tenant, name, class, state, priority, gpus, workers, submitted_at, submitted_by,
-    trace_id, spec)
-SELECT i, t, n, c, 'submitted', p, g, w, a, b, tr, s
-FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::int[], $6::bigint[], $7::int[], $8::timestamptz[],
-    $9::text[], $10::text[], $11::bytea[]) AS u (i, t, n, c, p, g, w, a, b, tr, s)
-ON CONFLICT (job_id) DO NOTHING
-"""
-_INSERT_SECRETS = """
-INSERT INTO gateway.secret (job_id, name, value) SELECT * FROM unnest($1::text[], $2::text[], $3::text[])
-ON CONFLICT DO NOTHING
-"""
-_MARK_CANCELLED = """
-UPDATE gateway.job SET cancel_requested = true
-WHERE job_id = ANY ($1) AND NOT cancel_requested AND NOT is_final RETURNING job_id
-"""

@@ -79,7 +79,8 @@ async def main(context: ServiceContext[Settings]) -> None:
         context.health.probe("bus", lambda: None if bus.is_connected else "not connected to the bus")
         reporter = Reporter(Publisher(bus), journal, pool=settings.pool)
         fetch_secrets = partial(_fetch_secrets, bus, settings.pool)
-        deps = Deps(settings, journal, runtime, reporter, PlatformClock(), fetch_secrets, nodes)
+        checkpoints = str(settings.checkpoints_directory)
+        deps = Deps(settings, journal, runtime, reporter, PlatformClock(), fetch_secrets, nodes, checkpoints)
         await _host(context, deps, bus, stack)
 
 

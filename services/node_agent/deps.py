@@ -46,6 +46,8 @@ class Deps:
     clock: PlatformClock
     fetch_secrets: FetchSecrets
     nodes: dict[str, Node]
+    checkpoints: str = ""
+    """Folder in which each job has one of its own."""
     starts: list[Coroutine[object, object, None]] = field(default_factory=list)
     """Begun by handlers; run once the journal has what they rest on."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)

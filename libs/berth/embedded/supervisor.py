@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from berth.embedded.layout import SERVICES, Layout
+from berth.embedded.ports import HOST, hold_port
 
 READY_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 12.0
@@ -135,6 +136,7 @@ class Supervisor:
         self.state.nats_url = servers.nats_url
         self._dsns = servers.dsns
         self._make_tokens()
+        self._hold_api_port()
         self._environment = self._common_environment()
         tasks = [self._spawn(service) for service in self._services.values()]
         await asyncio.gather(*tasks)
@@ -171,7 +173,7 @@ class Supervisor:
         if service in self._dsns:
             own["BERTH_POSTGRES_DSN"] = self._dsns[service]
         if service == "gateway":
-            own["BERTH_API_PORT"] = str(self.settings.http_port or self._last_port())
+            own["BERTH_API_PORT"] = self.state.url.rpartition(":")[2]
             own["BERTH_ADMIN_TOKEN_FILE"] = str(self.layout.token_file)
             own["BERTH_INTERNAL_TOKEN_FILE"] = str(self.layout.internal_token_file)
         if service == "node_agent":
@@ -182,26 +184,23 @@ class Supervisor:
             own["BERTH_OTLP_TOKEN_FILE"] = str(self.layout.internal_token_file)
         return {**self._environment, **own}
 
-    def _last_port(self) -> int:
-        """The gateway's port: the last one while it is free, so that addresses people noted keep working."""
-        import socket
+    def _hold_api_port(self) -> None:
+        """Take the gateway's port for as long as this platform runs, so that addresses people noted keep working.
 
+        The last one while it is free, else any other.
+        """
         noted = self.layout.run / "api-port"
-        wanted = int(noted.read_text()) if noted.exists() else 0
-        for port in (wanted, 0):
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                with contextlib.suppress(OSError):
-                    probe.bind(("127.0.0.1", port))
-                    found = int(probe.getsockname()[1])
-                    noted.write_text(str(found))
-                    return found
-        raise OSError("no free port on loopback")
+        try:
+            last = int(noted.read_text())
+        except (FileNotFoundError, ValueError):
+            last = 0
+        chosen = self.settings.http_port
+        self._api_port = hold_port(chosen) if chosen else hold_port(last, is_wish=True)
+        port = int(self._api_port.getsockname()[1])
+        noted.write_text(str(port))
+        self.state.url = f"http://{HOST}:{port}"
 
     async def _spawn(self, service: _Service) -> None:
-        if service.name == "gateway" and not self.state.url:
-            port = self.settings.http_port or self._last_port()
-            self.state.url = f"http://127.0.0.1:{port}"
         self.layout.service_file(service.name).unlink(missing_ok=True)
         with self.layout.log_file(service.name).open("ab") as log:
             service.process = await asyncio.create_subprocess_exec(

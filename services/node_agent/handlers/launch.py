@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import orjson
+
 from berth.bus.errors import BusError
 from berth.contracts.commands import LaunchWorkers, WorkerPlan
 from berth.contracts.envelope import Envelope
@@ -26,12 +28,13 @@ EINVAL = 22
 def on_launch_workers(event: Envelope[LaunchWorkers], node: Node, deps: Deps, trace: str) -> None:
     """Judge the command and take its workers on; they are started when the journal has them.
 
-    A repeat of it, in whatever session, changes nothing and is answered with what became of its workers.
+    A repeat of it, under whatever id and in whatever session, changes nothing and is answered with what became of its
+    workers.
     """
     order = event.data
-    repeated = node.workers_of_command(event.id) or node.workers_of_attempt(order.job_id, order.attempt)
     wanted = {plan.worker for plan in order.workers}
-    if repeated := [worker for worker in repeated if worker.worker in wanted and worker.fence == order.fence]:
+    known = node.workers_of_attempt(order.job_id, order.attempt)
+    if repeated := [worker for worker in known if worker.worker in wanted and worker.fence == order.fence]:
         for worker in repeated:
             tell_again(node, worker, deps)
         return
@@ -91,7 +94,7 @@ async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, n
     node.save(worker)
     if isinstance(node.driver, SimDriver) and worker.gpus:
         node.driver.occupy(worker.gpus, started.pid)
-    deps.reporter.tell_worker(worker, next(worker.reports()))
+    deps.reporter.tell_worker(worker, worker.started_report())
     if worker.stop_grace_seconds is not None:
         deps.runtime.stop(worker.key, node.name, grace_seconds=worker.stop_grace_seconds, reason=worker.stop_reason)
 
@@ -109,11 +112,11 @@ def program_of(
         env={"PATH": deps.settings.program_path or DEFAULT_PATH, **secrets, **order.env, **plan.env},
         platform_env={
             "BERTH_GPUS": ",".join(plan.gpus),
-            "BERTH_CKPT_DIR": str(deps.settings.checkpoints_directory / order.job_id),
+            "BERTH_CKPT_DIR": f"{deps.checkpoints}/{order.job_id}",
         },
         gpu_uuids=worker.devices,
         gpu_indices=[index_of.get(gpu, 0) for gpu in plan.gpus],
         cwd=order.workdir or "",
         grace_seconds=order.grace_seconds,
-        extra=worker.to_entry(),
+        extra=orjson.dumps(worker),
     )
