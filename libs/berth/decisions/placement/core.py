@@ -432,6 +432,7 @@ class PlacementCore(Core):
             state.fence, state.state_version, state.plan_number = body["fence"], body["state_version"], body["plan"]
             state.open_windows = list(body["open"])
             state.out.counters.update(body["windows"])
+            state.window_entities = dict.fromkeys(body["windows"])
             at = moment(body["at"])
         state.now = at
         for _, body in by_kind.get("node", ()):
@@ -493,6 +494,6 @@ class PlacementCore(Core):
         """Which cards are held, by whom."""
         return self.books.answer(node, self.state_version)
 
-    def free(self, node: str, now: datetime) -> int:
+    def free_on(self, node: str, now: datetime) -> int:
         """Whole cards that a new job of no special claim could get on a node."""
         return free_on_node(self.state, node, now)
