@@ -17,6 +17,7 @@ from rich.console import Console
 
 from berth.embedded.fleet import DEFAULT_FLEET, node_names
 from berth.embedded.layout import SERVICES, Layout, home_from_environment
+from berth.embedded.leftovers import end_services
 from berth.embedded.supervisor import PlatformSettings, PlatformState, is_supervised, read_state
 
 UP_SECONDS: Final = 90.0
@@ -147,6 +148,8 @@ def start(layout: Layout, settings: PlatformSettings) -> PlatformState:
     for folder in (layout.home, layout.run, layout.logs, layout.nodes):
         folder.mkdir(parents=True, exist_ok=True)
     layout.run.chmod(0o700)
+    if not is_supervised(layout):
+        end_services(layout.home, ends_work=False)
     layout.state_file.unlink(missing_ok=True)
     with layout.log_file("supervisor").open("ab") as log:
         process = subprocess.Popen(
@@ -178,7 +181,7 @@ def stop(layout: Layout) -> bool:
 
 
 def stop_leftovers(layout: Layout) -> bool:
-    """End what a supervisor that was killed has left: services by their noted pids, then the servers."""
+    """End what a supervisor that was killed has left: services and the work on the nodes, then the servers."""
     import asyncio
 
     from berth.embedded.servers import stop_servers
@@ -186,12 +189,7 @@ def stop_leftovers(layout: Layout) -> bool:
     state = read_state(layout)
     if state is None:
         return False
-    found = [pid for name, pid in state.processes.items() if _is_service(pid, name)]
-    for pid in found:
-        os.kill(pid, signal.SIGINT)
-    deadline = time.monotonic() + 12.0
-    while any(_lives(pid) for pid in found) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    found = end_services(layout.home, ends_work=True)
     asyncio.run(stop_servers(layout, PlatformSettings(**state.settings)))
     return bool(found)
 
@@ -210,14 +208,6 @@ def wait_for(
             return read_state(layout)
         time.sleep(0.03)
     return state
-
-
-def _is_service(pid: int, name: str) -> bool:
-    """Whether a noted pid still is that service, and not somebody else's process with the same number."""
-    try:
-        return f"services.{name}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _lives(pid: int) -> bool:
