@@ -1,4 +1,4 @@
-"""`berth up`, `down`, `status`, `demo`: registered by the CLI where the server parts are installed."""
+"""`berth up`, `down`, `status`, `demo`, `scenarios`: registered by the CLI where the server parts are installed."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
     app.command("down")(down)
     app.command("status")(status)
     app.command("demo")(demo)
+    app.command("scenarios")(scenarios)
 
 
 def up(
@@ -131,6 +132,22 @@ def demo(
     from berth.embedded.demo import run_demo
 
     raise typer.Exit(run_demo(home_from_environment(home) if home else None, keep=keep))
+
+
+def scenarios(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scenario files or folders.")],
+    trace: Annotated[str, typer.Option(metavar="ID", help="Play this one only and show every decision.")] = "",
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only those whose id begins so.")] = "",
+) -> None:
+    """Play acceptance scenarios against the decisions under a simulated clock. Exit status 1 when one failed."""
+    from berth.sim.scenarios.command import main as play
+
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        console.print(f"[red]no such file or folder:[/] {missing[0]}")
+        raise typer.Exit(EXIT_USAGE)
+    options = [*(["--trace", trace] if trace else []), *(["--only", only] if only else [])]
+    raise typer.Exit(play([*map(str, paths), *options]))
 
 
 # --- used by the commands, the demo, benches and tests ---------------------------------------------------------------
