@@ -177,7 +177,8 @@ async def test_a_body_above_the_limit_is_not_read(api: Caller) -> None:
 
 
 async def test_bad_input_leaves_no_trace(api: Caller) -> None:
-    for change in ({"gpus": -1}, {"types": ["X1"]}, {"priority": 1001}, {"command": []}):
+    changes: list[dict[str, Any]] = [{"gpus": -1}, {"types": ["X1"]}, {"priority": 1001}, {"command": []}]
+    for change in changes:
         assert (await api().post("/v1/jobs", json=JOB | change)).status_code == 422
     assert api.world.store.jobs == {}
     assert api.world.store.told == []
