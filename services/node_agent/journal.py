@@ -10,7 +10,6 @@ Compaction writes the entries to a new file when the old one has grown to severa
 """
 
 import asyncio
-import json
 import os
 import zlib
 from collections import deque
@@ -41,9 +40,9 @@ class Journal:
     def __init__(self, path: Path, *, compact_min_bytes: int = COMPACT_MIN_BYTES) -> None:
         self._path = path
         self._compact_min_bytes = compact_min_bytes
-        self._entries: dict[tuple[str, str], Json] = {}
-        self._live_bytes: dict[tuple[str, str], int] = {}
-        self._live_total = 0
+        self._lines: dict[tuple[str, str], bytes] = {}
+        """The newest record of each entry, as it stands in the file."""
+        self._live_bytes = 0
         self._size = 0
         self._unwritten: list[bytes] = []
         self._written = 0
@@ -57,26 +56,27 @@ class Journal:
 
     def get(self, kind: str, key: str) -> Json | None:
         """The entry, or None."""
-        return self._entries.get((kind, key))
+        line = self._lines.get((kind, key))
+        return None if line is None else _value(line)
 
     def entries(self, kind: str) -> Iterator[tuple[str, Json]]:
         """All entries of one kind, in the order they were first written."""
-        for (found, key), value in tuple(self._entries.items()):
+        for (found, key), line in tuple(self._lines.items()):
             if found == kind:
-                yield key, value
+                yield key, _value(line)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._lines)
 
     # -- writing
 
-    def put(self, kind: str, key: str, value: Json) -> None:
-        """Set an entry."""
+    def put(self, kind: str, key: str, value: object) -> None:
+        """Set an entry: a mapping or dataclass of JSON values, as it is now."""
         self._append(kind, key, value)
 
     def remove(self, kind: str, key: str) -> None:
         """Drop an entry; nothing happens if there is none."""
-        if (kind, key) in self._entries:
+        if (kind, key) in self._lines:
             self._append(kind, key, None)
 
     def flush(self) -> None:
@@ -105,28 +105,27 @@ class Journal:
         os.close(self._fd)
         self._fd = -1
 
-    def _append(self, kind: str, key: str, value: Json | None) -> None:
+    def _append(self, kind: str, key: str, value: object | None) -> None:
         line = _line(kind, key, value)
         self._unwritten.append(line)
         self._written += 1
-        self._apply(kind, key, value, len(line))
+        self._apply(kind, key, line, is_removed=value is None)
 
-    def _apply(self, kind: str, key: str, value: Json | None, length: int) -> None:
+    def _apply(self, kind: str, key: str, line: bytes, *, is_removed: bool) -> None:
         name = (kind, key)
-        self._live_total -= self._live_bytes.pop(name, 0)
-        if value is None:
-            self._entries.pop(name, None)
+        self._live_bytes -= len(self._lines.get(name, b""))
+        if is_removed:
+            self._lines.pop(name, None)
         else:
-            self._entries[name] = value
-            self._live_bytes[name] = length
-            self._live_total += length
+            self._lines[name] = line
+            self._live_bytes += len(line)
 
     async def _sync_until_done(self) -> None:
         try:
             while self._waiting:
                 reached = self._written
                 self.flush()
-                if self._size > max(self._compact_min_bytes, COMPACT_FACTOR * self._live_total):
+                if self._size > max(self._compact_min_bytes, COMPACT_FACTOR * self._live_bytes):
                     self._compact()
                 else:
                     await asyncio.to_thread(os.fdatasync, self._fd)
@@ -158,22 +157,22 @@ class Journal:
         position = 0
         while position < len(data):
             end = data.find(b"\n", position)
-            record = _parsed(data[position:end]) if end >= 0 else None
+            line = data[position : end + 1]
+            record = _parsed(line) if end >= 0 else None
             if record is None:
                 if end < 0 or end == len(data) - 1:
                     return position  # torn by a power loss: nobody was told of it
                 raise DamagedJournalError(f"{self._path} byte {position}")
             kind, key, value = record
-            self._apply(kind, key, value, end + 1 - position)
+            self._apply(kind, key, line, is_removed=value is None)
             position = end + 1
         return position
 
     def _compact(self) -> None:
         """Write what counts to a new file and put it in place; blocks, for milliseconds, about once for each 4 MiB."""
         draft = self._path.with_suffix(".new")
-        lines = [_line(kind, key, value) for (kind, key), value in self._entries.items()]
         fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o640)
-        data = b"".join(lines)
+        data = b"".join(self._lines.values())
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
@@ -186,21 +185,25 @@ class Journal:
             os.close(folder)
         os.close(self._fd)
         self._fd = fd
-        self._size = self._live_total = len(data)
-        self._live_bytes = {name: len(line) for name, line in zip(self._entries, lines, strict=True)}
+        self._size = self._live_bytes = len(data)
 
 
-def _line(kind: str, key: str, value: Json | None) -> bytes:
+def _line(kind: str, key: str, value: object | None) -> bytes:
     body = orjson.dumps([kind, key, value])
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
 def _parsed(line: bytes) -> tuple[str, str, Json | None] | None:
-    checksum, _, body = line.partition(b" ")
+    checksum, _, body = line[:-1].partition(b" ")
     try:
         if int(checksum, 16) != zlib.crc32(body):
             return None
-        kind, key, value = json.loads(body)
+        kind, key, value = orjson.loads(body)
     except ValueError:
         return None
     return kind, key, value
+
+
+def _value(line: bytes) -> Json:
+    value: Json = orjson.loads(line[9:])[2]
+    return value

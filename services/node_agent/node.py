@@ -72,7 +72,7 @@ class Node:
         self._domain = domain
         self._is_shareable = is_shareable
         self._runtime = runtime
-        self._by_command: dict[str, list[WorkerKey]] = {}
+        self._by_attempt: dict[tuple[str, int], list[Worker]] = {}
         self._live: dict[WorkerKey, Worker] = {}
 
     def open(self) -> None:
@@ -95,12 +95,8 @@ class Node:
         """Workers that may hold cards or processes."""
         return list(self._live.values())
 
-    def workers_of_command(self, command_id: str) -> list[Worker]:
-        """Workers an earlier delivery of this command has led to."""
-        return [self.workers[key] for key in self._by_command.get(command_id, ()) if key in self.workers]
-
     def workers_of_attempt(self, job_id: str, attempt: int) -> list[Worker]:
-        return [worker for worker in self.workers.values() if (worker.job_id, worker.attempt) == (job_id, attempt)]
+        return self._by_attempt.get((job_id, attempt), [])
 
     def add(self, worker: Worker) -> None:
         """Take on a worker; the caller flushes the journal before it is started."""
@@ -109,13 +105,13 @@ class Node:
 
     def save(self, worker: Worker) -> None:
         """Note the worker as it is now."""
-        self._journal.put(WORKER, worker.journal_key, worker.to_entry())
+        self._journal.put(WORKER, worker.journal_key, worker)
         if worker.phase is Phase.RELEASED:
             self._live.pop(worker.key, None)
 
     def _remember(self, worker: Worker) -> None:
         self.workers[worker.key] = worker
-        self._by_command.setdefault(worker.command_id, []).append(worker.key)
+        self._by_attempt.setdefault((worker.job_id, worker.attempt), []).append(worker)
         if worker.phase is not Phase.RELEASED:
             self._live[worker.key] = worker
         self.view.job_fences[worker.job_id] = max(worker.fence, self.view.job_fences.get(worker.job_id, 0))
@@ -160,7 +156,7 @@ class Node:
         for key, worker in tuple(self.workers.items()):
             if worker.is_told and worker.expires_at + REMEMBER_SECONDS < now:
                 del self.workers[key]
-                self._by_command.pop(worker.command_id, None)
+                self._by_attempt.pop((worker.job_id, worker.attempt), None)
                 self._journal.remove(WORKER, worker.journal_key)
                 if not any(other.job_id == worker.job_id for other in self._live.values()):
                     self.view.job_fences.pop(worker.job_id, None)

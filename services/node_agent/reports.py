@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Final
 from urllib.parse import quote
 
@@ -20,9 +21,16 @@ from services.node_agent.journal import Journal
 from services.node_agent.workers import Report, Worker
 
 BATCH: Final = 500
+BUSY_FROM: Final = 4
+"""So many reports in one batch mean that more are coming: then it pays to wait a moment for them, since the bus syncs its
+disk once per batch. An idle node's report is never held back."""
+GATHER_SECONDS: Final = 0.02
 PUBLISH_DEADLINE_SECONDS: Final = 5.0
 
 OnStored = Callable[[], None]
+
+
+_quoted = lru_cache(maxsize=1024)(quote)
 
 
 class Reporter:
@@ -76,7 +84,7 @@ class Reporter:
         body = fact.__pydantic_serializer__.to_json(fact, exclude_none=True)
         headers = {HEADER_TYPE: fact.TYPE}
         if tenant:
-            headers[HEADER_TENANT] = quote(tenant)
+            headers[HEADER_TENANT] = _quoted(tenant)
         if trace:
             headers[HEADER_TRACE] = trace
         subject = subjects.event(self._pool, type(fact), entity)
@@ -122,6 +130,8 @@ class Reporter:
             await self._journal.durable()
             await self._publish(batch)
             self._in_flight = 0
+            if len(batch) >= BUSY_FROM and len(self._waiting) < BATCH:
+                await asyncio.sleep(GATHER_SECONDS)
 
     async def _publish(self, batch: list[tuple[Outgoing, OnStored | None]]) -> None:
         while batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Final, TypedDict
@@ -117,9 +117,6 @@ class Worker:
         """Whether a process of it may hold its cards."""
         return self.phase in (Phase.ACCEPTED, Phase.RUNNING)
 
-    def to_entry(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> Worker:
         values = dict(entry)
@@ -174,7 +171,31 @@ class Worker:
 
     def reports(self) -> Iterator[Report]:
         """All that is known of it so far, in order; equal each time, so that repeats have no effect."""
-        named: _Named = {
+        if self.started_at:
+            yield self.started_report()
+        if self.phase in (Phase.EXITED, Phase.RELEASED):
+            yield self.exited_report()
+        if self.phase is Phase.RELEASED:
+            yield self.released_report()
+
+    def started_report(self) -> WorkerStarted:
+        return WorkerStarted(**self._named(), pid=self.pid, started_at=_instant(self.started_at))
+
+    def exited_report(self) -> WorkerExited:
+        return WorkerExited(
+            **self._named(),
+            exit_code=self.exit_code,
+            signal=self.signal,
+            reason=None if self.reason is None else Reason.model_validate(self.reason),
+            message=self.message,
+            ended_at=_instant(self.ended_at),
+        )
+
+    def released_report(self) -> WorkerReleased:
+        return WorkerReleased(**self._named())
+
+    def _named(self) -> _Named:
+        return {
             "job_id": self.job_id,
             "attempt": self.attempt,
             "fence": self.fence,
@@ -182,19 +203,6 @@ class Worker:
             "node": self.node,
             "epoch": self.epoch,
         }
-        if self.started_at:
-            yield WorkerStarted(**named, pid=self.pid, started_at=_instant(self.started_at))
-        if self.phase in (Phase.EXITED, Phase.RELEASED):
-            yield WorkerExited(
-                **named,
-                exit_code=self.exit_code,
-                signal=self.signal,
-                reason=None if self.reason is None else Reason.model_validate(self.reason),
-                message=self.message,
-                ended_at=_instant(self.ended_at),
-            )
-        if self.phase is Phase.RELEASED:
-            yield WorkerReleased(**named)
 
 
 LEASE: Final = "lease"

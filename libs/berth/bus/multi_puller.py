@@ -16,7 +16,7 @@ from typing import Self
 
 from berth.bus import jsapi, wire
 from berth.bus.connection import Connection, Subscription
-from berth.bus.errors import BusError, DeadlineExceeded, Disconnected, TransientError
+from berth.bus.errors import BusError, ConsumerMissing, DeadlineExceeded, Disconnected, TransientError
 from berth.bus.message import Message, read_message
 from berth.bus.puller import Inbox
 
@@ -294,6 +294,15 @@ class MultiPuller:
             self._is_paused = False
             self._top_up()
 
+    async def _is_missing(self, lane: _Lane) -> bool:
+        try:
+            await jsapi.call(self._bus, f"CONSUMER.INFO.{self.stream}.{lane.consumer}", timeout=2.0)
+        except ConsumerMissing:
+            return True
+        except BusError:
+            return False
+        return False
+
     async def _reset_all(self) -> None:
         limit = asyncio.Semaphore(_RESETS_AT_ONCE)
 
@@ -305,7 +314,8 @@ class MultiPuller:
                         self.counters.resets += 1
                         return
                     except DeadlineExceeded:
-                        return  # the consumer is missing; the pull request that follows finds out
+                        if await self._is_missing(lane):
+                            return  # a reset of a missing consumer gets no answer; the pull request finds out
                     except TransientError as error:
                         log.debug("reset of %s: %s", lane.consumer, error)
                         await asyncio.sleep(0.2)

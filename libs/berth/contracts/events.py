@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from berth.contracts.base import Instant, Token, Wire
 from berth.contracts.envelope import Fact
@@ -24,8 +24,8 @@ class JobSubmitted(Fact, kind="job", fact="submitted", owners="gateway"):
     submitted_by: str
 
 
-class JobCancelRequested(Fact, kind="job", fact="cancel_requested", owners="gateway"):
-    """A user wants a job ended. Sticky: whoever holds the job now or later applies it."""
+class JobCancelRequested(Fact, kind="job", fact="cancel_requested", owners="gateway serving"):
+    """A user wants a job ended, or a service one of its replicas. Sticky: whoever holds the job now or later applies it."""
 
     job_id: Token
     requested_by: str
@@ -45,6 +45,42 @@ class JobRerunRequested(Fact, kind="job", fact="rerun_requested", owners="gatewa
 
     job_id: Token
     requested_by: str
+
+
+class ServiceLoadReported(Fact, kind="service", fact="load", owners="gateway"):
+    """Requests that a service has in hand: being answered, or waiting for a replica. Entity: the service's job.
+
+    Told when it changes and every so often; sampled_at moves on with each fresh reading.
+    """
+
+    job_id: Token
+    in_flight: float
+    sampled_at: Instant
+
+
+class RolloutRequested(Fact, kind="service", fact="rollout_requested", owners="gateway"):
+    """A user wants another version of a service. canary: so many replicas of it and no more; None: all."""
+
+    job_id: Token
+    request_id: Token
+    to_version: str
+    canary: int | None = None
+    requested_by: str
+
+
+class RollbackRequested(Fact, kind="service", fact="rollback_requested", owners="gateway"):
+    """A user wants the version before."""
+
+    job_id: Token
+    requested_by: str
+
+
+class RolloutSettingsChanged(Fact, kind="service", fact="rollout_settings", owners="gateway"):
+    """How far a rollout may go over the number wanted, or under it."""
+
+    job_id: Token
+    surge: int | None = None
+    unavailable: int | None = None
 
 
 class PolicyProposed(Fact, kind="policy", fact="proposed", owners="gateway"):
@@ -91,8 +127,18 @@ class JobHeld(Fact, kind="job", fact="held", owners="admission"):
     policy_version: int
 
 
-class JobAdmitted(Fact, kind="job", fact="admitted", owners="admission"):
+class JobAdmitted(Fact, kind="job", fact="admitted", owners="admission serving"):
     """The job competes from now on, with this claim."""
+
+    job_id: Token
+    spec: JobSpec
+    submitted_at: Instant
+    submitted_by: str
+    policy_version: int
+
+
+class ServiceAdmitted(Fact, kind="service", fact="admitted", owners="admission"):
+    """The service may run from now on; serving admits its replicas, each as a job of its own."""
 
     job_id: Token
     spec: JobSpec
@@ -207,6 +253,22 @@ class PreemptionPlanned(Fact, kind="plan", fact="preemption_planned", owners="pl
     receipt: Receipt = Receipt()
 
 
+class WindowOpened(Fact, kind="window", fact="opened", owners="placement"):
+    """The window of a protection line, or a reservation, has begun. Entity: `w-` and a digest of its name."""
+
+    name: str
+    at: Instant
+    policy_version: int = 0
+
+
+class WindowClosed(Fact, kind="window", fact="closed", owners="placement"):
+    """The window of a protection line, or a reservation, is over."""
+
+    name: str
+    at: Instant
+    policy_version: int = 0
+
+
 class AllocationReleased(Fact, kind="allocation", fact="released", owners="placement"):
     """The GPUs and the quota of an attempt (or of some of its workers) are free again; told once. Entity: the job."""
 
@@ -302,7 +364,7 @@ class JobFailed(Fact, kind="job", fact="failed", owners="lifecycle"):
     ended_at: Instant
 
 
-class JobCancelled(Fact, kind="job", fact="cancelled", owners="admission placement lifecycle"):
+class JobCancelled(Fact, kind="job", fact="cancelled", owners="admission placement lifecycle serving"):
     """Final; told by whoever held the job when the cancel request reached it."""
 
     job_id: Token
@@ -359,7 +421,7 @@ class LifetimeWarned(Fact, kind="job", fact="lifetime_warned", owners="lifecycle
     extensions_left: int
 
 
-class TelemetryStale(Fact, kind="job", fact="telemetry_stale", owners="lifecycle"):
+class TelemetryStale(Fact, kind="job", fact="telemetry_stale", owners="lifecycle serving"):
     """The evidence about a job has stopped being fresh; nothing is concluded from it. Told once for each gap."""
 
     job_id: Token
@@ -384,6 +446,58 @@ class StaleReportIgnored(Fact, kind="job", fact="stale_report_ignored", owners="
     attempt: int
     report: str
     why: str
+
+
+# ---------------------------------------------------------------------------------------------------- serving
+class ServiceScaled(Fact, kind="service", fact="scaled", owners="serving"):
+    """Another number of replicas is wanted."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    job_id: Token
+    from_: int = Field(alias="from")
+    to: int
+    load: float
+    reason: Reason | None = None
+
+
+class RolloutStarted(Fact, kind="service", fact="rollout_started", owners="serving"):
+    """A service begins to change its version."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    job_id: Token
+    request_id: str = ""
+    from_: str = Field(alias="from")
+    to: str
+    canary: int | None = None
+
+
+class RolloutRefused(Fact, kind="service", fact="rollout_refused", owners="serving"):
+    """A version change cannot begin."""
+
+    job_id: Token
+    request_id: str = ""
+    to: str
+    reason: Reason
+
+
+class RolloutFinished(Fact, kind="service", fact="rollout_finished", owners="serving"):
+    """All replicas are of the new version."""
+
+    job_id: Token
+    version: str
+
+
+class RolloutWithdrawn(Fact, kind="service", fact="rolled_back", owners="serving"):
+    """The new version goes, the old one stays or comes back."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    job_id: Token
+    from_: str = Field(alias="from")
+    to: str
+    reason: Reason
 
 
 # -------------------------------------------------------------------------------------------------- inventory
@@ -500,6 +614,18 @@ class WorkerStarted(Fact, kind="worker", fact="started", owners="node_agent"):
     epoch: int
     pid: int = 0
     started_at: Instant
+
+
+class WorkerReady(Fact, kind="worker", fact="ready", owners="node_agent"):
+    """A replica answers its health check, or no longer does. Entity: the job."""
+
+    job_id: Token
+    attempt: int
+    fence: int
+    worker: int
+    node: Token
+    epoch: int
+    is_ready: bool = True
 
 
 class WorkerExited(Fact, kind="worker", fact="exited", owners="node_agent"):

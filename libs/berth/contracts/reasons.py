@@ -65,6 +65,8 @@ class Code(StrEnum):
     COMMAND_REFUSED = "command_refused"
     QUOTA_CUT = "quota_cut"
     TENANT_REMOVED = "tenant_removed"
+    NOT_READY = "not_ready"
+    ROLLED_BACK = "rolled_back"
     # commands refused by a node
     WRONG_EPOCH = "wrong_epoch"
     OLD_FENCE = "old_fence"

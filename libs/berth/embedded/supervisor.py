@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from berth.embedded.layout import SERVICES, Layout
+from berth.embedded.ports import HOST, hold_port
 
 READY_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 12.0
@@ -105,6 +107,8 @@ class Supervisor:
         self._environment: dict[str, str] = {}
         self._dsns: dict[str, str] = {}
         self._is_stopping = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._held_ports: list[socket.socket] = []
 
     async def run(self) -> int:
         """Start, keep running, stop. The exit status."""
@@ -129,12 +133,14 @@ class Supervisor:
     # --- starting ---------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        from berth.embedded.servers import start_servers
+        from berth.embedded.servers import hold_server_ports, start_servers
 
+        self._held_ports += await asyncio.to_thread(hold_server_ports, self.layout, self.settings)
         servers = await start_servers(self.layout, self.settings)
         self.state.nats_url = servers.nats_url
         self._dsns = servers.dsns
         self._make_tokens()
+        self._hold_api_port()
         self._environment = self._common_environment()
         tasks = [self._spawn(service) for service in self._services.values()]
         await asyncio.gather(*tasks)
@@ -171,7 +177,7 @@ class Supervisor:
         if service in self._dsns:
             own["BERTH_POSTGRES_DSN"] = self._dsns[service]
         if service == "gateway":
-            own["BERTH_API_PORT"] = str(self.settings.http_port or self._last_port())
+            own["BERTH_API_PORT"] = self.state.url.rpartition(":")[2]
             own["BERTH_ADMIN_TOKEN_FILE"] = str(self.layout.token_file)
             own["BERTH_INTERNAL_TOKEN_FILE"] = str(self.layout.internal_token_file)
         if service == "node_agent":
@@ -182,26 +188,24 @@ class Supervisor:
             own["BERTH_OTLP_TOKEN_FILE"] = str(self.layout.internal_token_file)
         return {**self._environment, **own}
 
-    def _last_port(self) -> int:
-        """The gateway's port: the last one while it is free, so that addresses people noted keep working."""
-        import socket
+    def _hold_api_port(self) -> None:
+        """Take the gateway's port for as long as this platform runs, so that addresses people noted keep working.
 
+        The last one while it is free, else any other.
+        """
         noted = self.layout.run / "api-port"
-        wanted = int(noted.read_text()) if noted.exists() else 0
-        for port in (wanted, 0):
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                with contextlib.suppress(OSError):
-                    probe.bind(("127.0.0.1", port))
-                    found = int(probe.getsockname()[1])
-                    noted.write_text(str(found))
-                    return found
-        raise OSError("no free port on loopback")
+        try:
+            last = int(noted.read_text())
+        except (FileNotFoundError, ValueError):
+            last = 0
+        chosen = self.settings.http_port
+        holder = hold_port(chosen) if chosen else hold_port(last, is_wish=True)
+        self._held_ports.append(holder)
+        port = int(holder.getsockname()[1])
+        noted.write_text(str(port))
+        self.state.url = f"http://{HOST}:{port}"
 
     async def _spawn(self, service: _Service) -> None:
-        if service.name == "gateway" and not self.state.url:
-            port = self.settings.http_port or self._last_port()
-            self.state.url = f"http://127.0.0.1:{port}"
         self.layout.service_file(service.name).unlink(missing_ok=True)
         with self.layout.log_file(service.name).open("ab") as log:
             service.process = await asyncio.create_subprocess_exec(
@@ -248,9 +252,13 @@ class Supervisor:
             if code == _BAD_CONFIGURATION:
                 delay = LAST_RESTART_SECONDS
             await asyncio.sleep(delay)
-            if self._is_stopping.is_set():
-                return
-            await self._spawn(service)
+            while not self._is_stopping.is_set():
+                try:
+                    await self._spawn(service)
+                    break
+                except OSError as error:  # no process or no log file to be had just now
+                    print(f"cannot start {service.name}: {error}", flush=True)
+                    await asyncio.sleep(LAST_RESTART_SECONDS)
 
     async def _keep_servers(self) -> None:
         from berth.embedded.servers import keep_servers
@@ -272,11 +280,13 @@ class Supervisor:
     async def _stop(self) -> None:
         from berth.embedded.servers import stop_servers
 
+        # First nothing may be started again: what a keeper has begun to start is ended with it.
+        for task in self._keepers:
+            task.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
         # The agent goes first and ends its work, while there is a platform to report to.
         await self._end(self._services["node_agent"], signal.SIGINT)
         await asyncio.gather(*(self._end(s, signal.SIGTERM) for s in self._services.values() if s.name != "node_agent"))
-        for task in getattr(self, "_keepers", []):
-            task.cancel()
         await stop_servers(self.layout, self.settings)
 
     async def _end(self, service: _Service, number: signal.Signals) -> None:

@@ -16,6 +16,7 @@ from berth.contracts.events import (
     CommandRefused,
     GpuConditionReported,
     WorkerExited,
+    WorkerReady,
     WorkerReleased,
     WorkerStarted,
 )
@@ -30,6 +31,8 @@ AGENT = "node_agent"
 KILLED, TERMINATED = 137, 143
 RELEASE_AFTER_REPORT_SECONDS = 1
 ACTIVITY_EVERY_SECONDS = 60
+FENCE_AFTER_LEASE = 1.05
+"""A cut-off agent has stopped all work by this multiple of its lease, still before it can be called lost."""
 
 
 class Stage(StrEnum):
@@ -52,6 +55,7 @@ class SimWorker:
     gpus: tuple[str, ...]
     stage: Stage = Stage.STARTING
     is_stopping: bool = False
+    is_fenced: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -67,6 +71,7 @@ class SimAgent:
     epoch: int = 0
     is_up: bool = True
     is_reachable: bool = True
+    silences: int = 0
     is_reconciled: bool = False
     refuses_starts: bool = False
     clock_offset: timedelta = timedelta(0)
@@ -106,6 +111,7 @@ class SimFleet:
         self.kill_unknown = False
         self.program_of: Callable[[str], Program] = lambda job_id: Program()
         self.works_alone: Callable[[str], bool] = lambda job_id: False
+        self.is_healthy: Callable[[str], bool] = lambda job_id: True
         self.signals: dict[str, dict[str, Any]] = {}
         self.on_worker: Callable[[SimWorker, str], None] = lambda worker, what: None
         self._sequence = 0
@@ -140,16 +146,34 @@ class SimFleet:
     def silence(self, node: str) -> None:
         """No word passes between the node and the platform; its programs go on."""
         self.beat()
-        self.agents[node].is_reachable = False
+        agent = self.agents[node]
+        agent.is_reachable = False
+        agent.silences += 1
+        silence = agent.silences
+        deadline = self.clock.now + timedelta(seconds=self.inventory.lease_seconds * FENCE_AFTER_LEASE)
+        self.clock.at(deadline, lambda: self._fence(agent, silence))
+
+    def _fence(self, agent: SimAgent, silence: int) -> None:
+        """The lease has run out: a cut-off agent stops its work before anybody may give its cards away."""
+        if agent.is_reachable or agent.silences != silence:
+            return
+        for worker in agent.workers.values():
+            if worker.stage is not Stage.EXITED:
+                worker.is_fenced = True
+                self._leave(worker, is_saved=True)
 
     def back(self, node: str, *, running: Iterable[str] | None = None) -> None:
         """Word again. running: job ids that still run there; None: all. What does not has ended unseen."""
         agent = self.agents[node]
         agent.is_reachable = True
         kept = None if running is None else set(running)
-        gone = [w for w in agent.workers.values() if kept is not None and w.job_id not in kept]
+        gone = [w for w in agent.workers.values() if (w.is_fenced if kept is None else w.job_id not in kept)]
         for worker in gone:
             self._vanish(agent, worker)
+        for worker in agent.workers.values():
+            if worker.is_fenced:  # whoever tells the story says that it goes on
+                worker.is_fenced = False
+                self._join(worker)
         if gone or self.inventory.heard(self._frame(agent), now=self.clock.now).register_again:
             self._register(agent)
         self.bus.batch(InventoryCore.NAME)
@@ -227,7 +251,7 @@ class SimFleet:
             (agent.node, worker)
             for agent in self.agents.values()
             for worker in agent.workers.values()
-            if worker.job_id == job_id and worker.stage is Stage.RUNNING
+            if worker.job_id == job_id and worker.stage is Stage.RUNNING and not worker.is_fenced
         ]
 
     def work_done(self, job_id: str) -> float:
@@ -240,15 +264,21 @@ class SimFleet:
         known = self.signals.get(job_id)
         signals = self.signals[job_id] = {**(known or {"fresh": True}), **what}
         if signals["fresh"]:
-            signals["sampled_at"] = self.clock.now
+            self._sample(signals)
         if known is None:
             self.clock.at(self.clock.now, lambda: self._tell_activity_for_ever(job_id))
         else:
             self.clock.at(self.clock.now, lambda: self._tell_activity(job_id))
 
+    def _sample(self, signals: dict[str, Any]) -> None:
+        """A fresh stamp: two samples never have the same, however close they are."""
+        last = signals.get("sampled_at")
+        now = self.clock.now
+        signals["sampled_at"] = now if last is None or last < now else last + timedelta(microseconds=1)
+
     def _tell_activity_for_ever(self, job_id: str) -> None:
         if self.signals[job_id]["fresh"]:
-            self.signals[job_id]["sampled_at"] = self.clock.now
+            self._sample(self.signals[job_id])
         self._tell_activity(job_id)
         again = self.clock.now + timedelta(seconds=ACTIVITY_EVERY_SECONDS)
         self.clock.at(again, lambda: self._tell_activity_for_ever(job_id))
@@ -407,7 +437,7 @@ class SimFleet:
         elif progress.program.crash_as_refusal and progress.may_crash:
             self._refuse_later(agent, worker, progress)
         else:
-            self._started(agent, worker, progress)
+            self._started(agent, worker)
 
     def _refuse_later(self, agent: SimAgent, worker: SimWorker, progress: Progress) -> None:
         progress.crashed += 1
@@ -418,9 +448,8 @@ class SimFleet:
 
         self.clock.at(self.clock.now + timedelta(seconds=progress.program.crash_after or 0), refuse)
 
-    def _started(self, agent: SimAgent, worker: SimWorker, progress: Progress) -> None:
+    def _started(self, agent: SimAgent, worker: SimWorker) -> None:
         worker.stage = Stage.RUNNING
-        progress.members.add(worker.number)
         self.on_worker(worker, "started")
         self._tell(
             agent,
@@ -428,6 +457,28 @@ class SimFleet:
             worker.job_id,
             worker.tenant,
         )
+        self._join(worker)
+        cold_start = self._progress(worker).program.cold_start
+        if cold_start is not None:
+            self.clock.at(self.clock.now + timedelta(seconds=cold_start), lambda: self._check_health(agent, worker))
+
+    def _check_health(self, agent: SimAgent, worker: SimWorker) -> None:
+        """A replica that has loaded answers its health check, if its version works."""
+        is_there = agent.workers.get(worker.key) is worker and worker.stage is Stage.RUNNING
+        if is_there and not worker.is_fenced and self.is_healthy(worker.job_id):
+            self._tell(agent, WorkerReady(**_ids(agent, worker)), worker.job_id, worker.tenant)
+
+    def check_health(self, job_id: str) -> None:
+        """The health of a replica may have changed: what its check says now."""
+        for node, worker in self.running(job_id):
+            agent = self.agents[node]
+            fact = WorkerReady(**_ids(agent, worker), is_ready=self.is_healthy(job_id))
+            self._tell(agent, fact, worker.job_id, worker.tenant)
+
+    def _join(self, worker: SimWorker) -> None:
+        """The worker takes part in the job's work, which goes on when all of them do."""
+        progress = self._progress(worker)
+        progress.members.add(worker.number)
         if progress.since is None and len(progress.members) >= progress.needed:
             progress.starts += 1
             progress.begin(self.clock.now)

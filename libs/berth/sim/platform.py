@@ -38,8 +38,9 @@ def all_cores() -> list[Callable[[], Core]]:
     """The deciding services, in the order in which a batch passes them."""
     from berth.decisions.admission import AdmissionCore
     from berth.decisions.placement.core import PlacementCore
+    from berth.decisions.serving import ServingCore
 
-    return [InventoryCore, AdmissionCore, PlacementCore, LifecycleCore]
+    return [InventoryCore, AdmissionCore, ServingCore, PlacementCore, LifecycleCore]
 
 
 class Platform:

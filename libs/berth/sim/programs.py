@@ -13,7 +13,8 @@ class Program:
     runtime: until it ends by itself; None: never. stop_seconds: from notice to the end. crash_after, crashes: it fails
     so long after each start, so many times (None: always); crash_as_refusal: by not starting at all.
     is_resumed: stopped work goes on where it was; checkpoint_every: work is saved that often, and when it is told to
-    stop; None: at any moment. cold_start: from the start of a replica until it is ready.
+    stop; None: at any moment. cold_start: from the start of a replica until it is ready; None: it
+    is no replica.
     """
 
     runtime: float | None = None
@@ -23,7 +24,7 @@ class Program:
     crash_as_refusal: bool = False
     is_resumed: bool = True
     checkpoint_every: float | None = None
-    cold_start: float = 0
+    cold_start: float | None = None
 
 
 @dataclass(slots=True)

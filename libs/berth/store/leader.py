@@ -2,7 +2,8 @@
 
 The lock elects: PostgreSQL gives it up the moment the holder's connection dies. The epoch fences: whoever gets the
 lock raises it, and every batch checks it (`BatchTransaction.check_epoch`), so a leader that was paused and does not
-know that it was replaced cannot write. Measured failover after the death of a leader: the standby's poll, 0.1 s on
+know that it was replaced cannot write. A leader whose process stands still keeps its connection; the server ends it
+when no probe came for `SILENCE_S`. Measured failover after the death of a leader: the standby's poll, 0.1 s on
 average.
 
 A standby asks again every 0.2 s instead of waiting inside `pg_advisory_lock`: a waiting statement keeps a snapshot
@@ -27,6 +28,8 @@ STANDBY_POLL_S = 0.2
 PROBE_S = 1.0
 PROBE_PATIENCE_S = 2.0
 RECONNECT_S = 0.5
+SILENCE_S = 10
+"""The server ends the session of a leader that has not probed for so long: its process stands still."""
 
 
 def process_name() -> str:
@@ -119,7 +122,12 @@ class Leadership:
         """One try for the lock; the new epoch, or 0 while another process holds it."""
         with store_errors():
             if self._connection is None or self._connection.is_closed():
-                self._connection = await connect(self._settings, "leader", idle_in_transaction_session_timeout="5s")
+                self._connection = await connect(
+                    self._settings,
+                    "leader",
+                    idle_in_transaction_session_timeout="5s",
+                    idle_session_timeout=f"{SILENCE_S}s",
+                )
             connection = self._connection
             if not await connection.fetchval("SELECT pg_try_advisory_lock($1)", self._key):
                 return 0

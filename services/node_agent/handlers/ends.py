@@ -24,7 +24,9 @@ def on_worker_exit(ended: WorkerExit, node: Node, deps: Deps) -> None:
         return
     if worker.phase is Phase.ACCEPTED:
         worker.on_started(0, ended.started_at_ns / 1e9)
-        deps.reporter.tell_worker(worker, next(worker.reports()))
+        deps.reporter.tell_worker(worker, worker.started_report())
+    if deps.metrics is not None:
+        deps.metrics.ends.labels(_how(ended)).inc()
     if isinstance(node.driver, SimDriver):
         node.driver.vacate(worker.gpus, worker.pid)
     has_failed = ended.exit_code != 0 and not ended.stop_reason
@@ -35,14 +37,21 @@ def on_worker_exit(ended: WorkerExit, node: Node, deps: Deps) -> None:
         release(node, worker, deps)
 
 
+def _how(ended: WorkerExit) -> str:
+    if ended.is_lost:
+        return "lost"
+    if ended.stop_reason:
+        return "stopped"
+    return "failed" if ended.exit_code else "done"
+
+
 async def _exit_slowly(ended: WorkerExit, worker: Worker, node: Node, deps: Deps, *, with_log: bool) -> None:
     message = await log_tail(worker, node, deps) if with_log else ""
     worker.on_exited(ended, message)
     must_wait = must_wait_for_cards(node, worker)
     if must_wait:
         node.save(worker)
-        *_, exited = worker.reports()
-        deps.reporter.tell_worker(worker, exited)
+        deps.reporter.tell_worker(worker, worker.exited_report())
         await settle_cards(node, worker, deps)
     release(node, worker, deps, was_exit_told=must_wait)
 
@@ -82,10 +91,9 @@ def release(node: Node, worker: Worker, deps: Deps, *, was_exit_told: bool = Fal
     """No process of the worker holds a card: note it and tell what was not told."""
     worker.on_released()
     node.save(worker)
-    *_, exited, released = worker.reports()
     if not was_exit_told:
-        deps.reporter.tell_worker(worker, exited)
-    deps.reporter.tell_worker(worker, released, partial(told, node, worker, deps))
+        deps.reporter.tell_worker(worker, worker.exited_report())
+    deps.reporter.tell_worker(worker, worker.released_report(), partial(told, node, worker, deps))
 
 
 def told(node: Node, worker: Worker, deps: Deps) -> None:

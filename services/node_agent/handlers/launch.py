@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import perf_counter
+
+import orjson
 
 from berth.bus.errors import BusError
 from berth.contracts.commands import LaunchWorkers, WorkerPlan
@@ -26,12 +29,13 @@ EINVAL = 22
 def on_launch_workers(event: Envelope[LaunchWorkers], node: Node, deps: Deps, trace: str) -> None:
     """Judge the command and take its workers on; they are started when the journal has them.
 
-    A repeat of it, in whatever session, changes nothing and is answered with what became of its workers.
+    A repeat of it, under whatever id and in whatever session, changes nothing and is answered with what became of its
+    workers.
     """
     order = event.data
-    repeated = node.workers_of_command(event.id) or node.workers_of_attempt(order.job_id, order.attempt)
     wanted = {plan.worker for plan in order.workers}
-    if repeated := [worker for worker in repeated if worker.worker in wanted and worker.fence == order.fence]:
+    known = node.workers_of_attempt(order.job_id, order.attempt)
+    if repeated := [worker for worker in known if worker.worker in wanted and worker.fence == order.fence]:
         for worker in repeated:
             tell_again(node, worker, deps)
         return
@@ -68,11 +72,11 @@ def on_launch_workers(event: Envelope[LaunchWorkers], node: Node, deps: Deps, tr
 
 async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, node: Node, deps: Deps) -> None:
     """Start one program and tell how it went."""
+    begun = perf_counter()
     try:
         secrets = await deps.fetch_secrets(order) if order.secret_env else {}
     except (BusError, KeyError) as error:
-        refused = StartRefused(worker.key, node.name, worker.fence, EINVAL, f"secrets not available: {error}")
-        end_without_start(node, worker, deps, refused)
+        _refused(node, worker, deps, EINVAL, f"secrets not available: {error}")
         return
     if worker.stop_grace_seconds is not None:
         end_without_start(node, worker, deps)
@@ -81,19 +85,30 @@ async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, n
         started = await deps.runtime.launch(program_of(order, plan, worker, node, deps, secrets))
     except AlreadyLaunchedError:
         # The journal did not know it, the disk does: state was restored from somewhere. Never start it again.
-        refused = StartRefused(worker.key, node.name, worker.fence, EINVAL, "was launched here before")
-        end_without_start(node, worker, deps, refused)
+        _refused(node, worker, deps, EINVAL, "was launched here before")
+        return
+    except OSError as error:  # a full disk, no process left: before any program could start
+        _refused(node, worker, deps, error.errno or EINVAL, str(error))
         return
     if isinstance(started, StartRefused):
-        end_without_start(node, worker, deps, started)
+        _refused(node, worker, deps, started.errno, started.reason)
         return
+    if deps.metrics is not None:
+        deps.metrics.launches.labels("started").inc()
+        deps.metrics.launch_seconds.observe(perf_counter() - begun)
     worker.on_started(started.pid, started.started_at_ns / 1e9)
     node.save(worker)
     if isinstance(node.driver, SimDriver) and worker.gpus:
         node.driver.occupy(worker.gpus, started.pid)
-    deps.reporter.tell_worker(worker, next(worker.reports()))
+    deps.reporter.tell_worker(worker, worker.started_report())
     if worker.stop_grace_seconds is not None:
         deps.runtime.stop(worker.key, node.name, grace_seconds=worker.stop_grace_seconds, reason=worker.stop_reason)
+
+
+def _refused(node: Node, worker: Worker, deps: Deps, code: int, reason: str) -> None:
+    if deps.metrics is not None:
+        deps.metrics.launches.labels("refused").inc()
+    end_without_start(node, worker, deps, StartRefused(worker.key, node.name, worker.fence, code, reason))
 
 
 def program_of(
@@ -109,11 +124,11 @@ def program_of(
         env={"PATH": deps.settings.program_path or DEFAULT_PATH, **secrets, **order.env, **plan.env},
         platform_env={
             "BERTH_GPUS": ",".join(plan.gpus),
-            "BERTH_CKPT_DIR": str(deps.settings.checkpoints_directory / order.job_id),
+            "BERTH_CKPT_DIR": f"{deps.checkpoints}/{order.job_id}",
         },
         gpu_uuids=worker.devices,
         gpu_indices=[index_of.get(gpu, 0) for gpu in plan.gpus],
         cwd=order.workdir or "",
         grace_seconds=order.grace_seconds,
-        extra=worker.to_entry(),
+        extra=orjson.dumps(worker),
     )

@@ -45,8 +45,8 @@ class WorkerLaunch:
     """Empty: a directory of its own for each attempt."""
     grace_seconds: float = 30.0
     """From SIGTERM to SIGKILL when nobody says otherwise."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """JSON the agent wants to find again after a restart; kept in the worker's record, not shown to the program."""
+    extra: bytes = b"{}"
+    """A JSON object the agent wants to find again after a restart; kept in the worker's record, not shown to the program."""
 
 
 @dataclass(frozen=True, slots=True)

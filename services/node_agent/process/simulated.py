@@ -90,9 +90,7 @@ class SimulatedWorkers:
         if how.refused_errno:
             return StartRefused(launch.key, launch.node, launch.fence, how.refused_errno, "pretended")
         number = next(self._numbers)
-        worker = RunningWorker(
-            launch.key, launch.node, launch.fence, number, time.time_ns(), tuple(launch.gpu_uuids), dict(launch.extra)
-        )
+        worker = RunningWorker(launch.key, launch.node, launch.fence, number, time.time_ns(), tuple(launch.gpu_uuids))
         if how.output:
             self._output[launch.node, launch.key] = how.output
         pretended = _Pretended(worker, how, time.monotonic() + how.seconds, number)

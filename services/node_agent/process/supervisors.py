@@ -110,7 +110,7 @@ class Supervisors:
             launch.cwd or str(work_dir),
             list(launch.argv),
             program_environment(launch, work_dir=str(work_dir), platform={**self._platform_env, **launch.platform_env}),
-            json.dumps(_spec(launch)),
+            _spec(launch),
             str(self._lease_path(launch.node)),
             self._deadlines.get(launch.node, 0),
             self._lease_grace_ms,
@@ -328,13 +328,14 @@ class Supervisors:
         await asyncio.gather(*self._cleaning, return_exceptions=True)
 
 
-def _spec(launch: WorkerLaunch) -> dict[str, object]:
-    return {"fence": launch.fence, "gpu_uuids": list(launch.gpu_uuids), "extra": dict(launch.extra)}
+def _spec(launch: WorkerLaunch) -> str:
+    uuids = json.dumps(list(launch.gpu_uuids))
+    return f'{{"fence":{launch.fence},"gpu_uuids":{uuids},"extra":{launch.extra.decode()}}}'
 
 
 def _running(launch: WorkerLaunch, pid: int, started_at_ns: int) -> RunningWorker:
     return RunningWorker(
-        launch.key, launch.node, launch.fence, pid, started_at_ns, tuple(launch.gpu_uuids), dict(launch.extra)
+        launch.key, launch.node, launch.fence, pid, started_at_ns, tuple(launch.gpu_uuids), json.loads(launch.extra)
     )
 
 

@@ -157,7 +157,8 @@ async def test_stdin_is_empty_and_signals_are_at_their_defaults(runtime: Supervi
     launch = a_launch("sh", "-c", "cat; grep -E 'Sig(Ign|Blk)' /proc/self/status")
     await run(runtime, launch)
     for line in (await output_of(runtime, launch.key)).splitlines():
-        assert int(line.split()[1], 16) == 0, line
+        # Signals 32 and 33 belong to the C library: whoever started the tests may have them ignored, and nobody can tell.
+        assert int(line.split()[1], 16) & ~0x1_8000_0000 == 0, line
 
 
 async def test_same_worker_is_not_launched_twice(runtime: Supervisors) -> None:
@@ -286,7 +287,7 @@ WAIT = "while [ ! -e stop ]; do sleep 0.02; done; exit "
 async def main():
     runtime = Supervisors(Path(sys.argv[1]))
     long = WorkerLaunch(
-        WorkerKey("long", 1, 0), "n1", 7, ["sh", "-c", WAIT + "6"], gpu_uuids=["GPU-a"], extra={"k": "v"}
+        WorkerKey("long", 1, 0), "n1", 7, ["sh", "-c", WAIT + "6"], gpu_uuids=["GPU-a"], extra=b'{"k": "v"}'
     )
     await runtime.launch(long)
     await runtime.launch(WorkerLaunch(WorkerKey("short", 1, 0), "n1", 8, ["sh", "-c", WAIT + "85"]))

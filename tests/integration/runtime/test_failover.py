@@ -69,7 +69,7 @@ async def test_a_paused_leader_that_was_replaced_cannot_write(rig: Rig) -> None:
             assert await rig.held(1) == ["j-c.1.JobHeld"]
             assert await second.query(lambda handler: handler.core.seen) == 3
             assert first.now_unlocked() is None
-    assert await epochs(rig) == 2
+            assert await epochs(rig) == 2
 
 
 async def test_the_standby_goes_on_where_the_dead_leader_stopped(rig: Rig) -> None:

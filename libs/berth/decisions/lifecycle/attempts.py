@@ -45,8 +45,6 @@ NODE_FAULTS = frozenset(
     }
 )
 """Ends that are not the program's doing."""
-TRIMS = frozenset({Code.PREEMPTED, Code.RECLAIM, Code.QUOTA_CUT})
-"""Causes for which a gang may lose single workers and go on."""
 
 
 def reason_json(reason: Reason) -> dict[str, Any]:
@@ -104,6 +102,8 @@ def started(book: Book, run: JobRun) -> None:
     spec = book.specs.get(run.job_id)
     if spec is not None and spec.time_limit is not None:
         book.wake(run, book.after(spec.time_limit))
+    if spec is not None and book.settings(run.job_id).lifetime.max is not None:
+        book.wake(run, book.now)  # looked at in this batch: it may have outlived its lifetime while it waited
 
 
 # ------------------------------------------------------------------------------------------------------------- stopping
@@ -172,7 +172,7 @@ def worker_over(book: Book, run: JobRun, worker: Worker) -> None:
         book.vacate(run, worker.node)
     book.mark(run)
     spec = book.specs.get(run.job_id)
-    leaves = worker.leaves is not None and worker.leaves["code"] in TRIMS
+    leaves = worker.leaves is not None and (run.workers[0] is not worker or len(run.workers) > 1)
     if spec is not None and run.stop is None and (leaves or not spec.gang) and not _all_over(run, spec):
         outcome, cause = _outcome_of(worker)
         _tell_ended(book, run, outcome, cause, worker=worker, workers=(worker.number,))
@@ -218,8 +218,24 @@ def end_if_over(book: Book, run: JobRun) -> None:
     worst = _speaker(run)
     if not any(worker.has_started for worker in run.workers):
         run.unstarted += 1
+    if outcome is AttemptOutcome.PREEMPTED and cause is not None:
+        cause = _full_record(book, run, cause, worst)
     _tell_ended(book, run, outcome, cause, worker=worst)
     _conclude(book, run, spec, outcome, cause, message=worst.message if worst else "")
+
+
+def _full_record(book: Book, run: JobRun, cause: Reason, worker: Worker | None) -> Reason:
+    """All that the record of a preemption has to hold: once per job, whatever its last words were."""
+    gpus = sum(len(w.gpus) * w.gpu_milli for w in run.workers) / 1000
+    facts = {
+        **cause.facts,
+        "victim_tenant": run.tenant,
+        "gpus": int(gpus) if gpus == int(gpus) else gpus,
+        "notice_at": run.stop.at.isoformat() if run.stop else None,
+        "stopped_at": book.now.isoformat(),
+        "last_message": worker.message if worker else "",
+    }
+    return cause.model_copy(update={"facts": facts})
 
 
 def _speaker(run: JobRun) -> Worker | None:
@@ -374,6 +390,7 @@ def _requeue(book: Book, run: JobRun, cause: Reason, retry: Retry) -> None:
     move(run, JobTrigger.REQUEUE)
     run.charged = retry.charged
     run.workers, run.stop, run.running_since, run.wake = [], None, None, None
+    run.grace_until = run.evidence = None
     run.stale = run.stale[-8:]
     book.emit(
         run,

@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 from berth.contracts.envelope import Envelope, Fact
 from berth.contracts.events import (
+    ActivityReported,
     CommandRefused,
     GpuOut,
     JobAdmitted,
     JobCancelled,
     JobCancelRequested,
+    JobExtendRequested,
     JobPlaced,
+    JobRerunRequested,
     NodeBack,
     NodeLost,
     NodeRegistered,
@@ -27,7 +30,7 @@ from berth.contracts.events import (
 from berth.contracts.jobs import JobState
 from berth.contracts.reasons import Code, because
 from berth.decisions.core import Core, Settled
-from berth.decisions.lifecycle import nodes, reports
+from berth.decisions.lifecycle import idle, nodes, reports
 from berth.decisions.lifecycle.attempts import (
     LAUNCH_SILENCE_SECONDS,
     dismiss,
@@ -198,6 +201,8 @@ class LifecycleCore(Core):
     def _on_policy(self, event: Envelope[PolicyActivated]) -> None:
         if event.data.policy_version > self._book.policy_version:
             self._book.store_policy(event.data.policy_version, event.data.document)
+            for run in self._book.jobs.values():
+                self._set_wake(run)
 
     # ----------------------------------------------------------------------------------------------------- timers
     def _on_time(self, run: JobRun) -> None:
@@ -209,11 +214,23 @@ class LifecycleCore(Core):
         if limit is not None and limit <= book.now:
             spec = book.specs[run.job_id]
             stop(book, run, StopKind.TIME_LIMIT, because(Code.TIME_LIMIT, limit_seconds=spec.time_limit))
+        if run.grace_until is not None and run.grace_until <= book.now:
+            nodes.grace_over(book, run)
+        idle.judge_idle(book, run)
+        idle.judge_lifetime(book, run)
         self._send_again(run)
-        dues = [self._time_limit_at(run), *(w.launch_again_at for w in run.workers if _waits_to_launch(w))]
+        self._set_wake(run)
+
+    def _set_wake(self, run: JobRun) -> None:
+        """Look at the job again when the first thing of it falls due."""
+        book = self._book
+        if not run.has_attempt:
+            return
+        dues = [run.grace_until, *idle.idle_dues(book, run), *idle.lifetime_dues(book, run)]
+        dues += [self._time_limit_at(run), *(w.launch_again_at for w in run.workers if _waits_to_launch(w))]
         dues += [w.stop_again_at for w in run.workers if w.is_live]
         coming = [due for due in dues if due is not None]
-        if run.has_attempt and coming:
+        if coming:
             book.wake(run, max(min(coming), book.after(1)))
 
     def _send_again(self, run: JobRun) -> None:
@@ -257,6 +274,9 @@ _HANDLERS: dict[type[Fact], Handler] = {
     JobCancelled: LifecycleCore._on_cancelled,
     PreemptionPlanned: LifecycleCore._on_preemption,
     PolicyActivated: LifecycleCore._on_policy,
+    JobExtendRequested: lambda core, event: idle.on_extend_requested(core._book, event.data),
+    JobRerunRequested: lambda core, event: nodes.rerun(core._book, event.data),
+    ActivityReported: lambda core, event: idle.on_activity(core._book, event.data),
     WorkerStarted: lambda core, event: reports.on_started(core._book, event.data),
     WorkerExited: lambda core, event: reports.on_exited(core._book, event.data),
     WorkerReleased: lambda core, event: reports.on_released(core._book, event.data),

@@ -41,7 +41,8 @@ class Worker:
 
     fence: of the placement that gave it its cards. launch: number of the newest launch command for it (0: none), by
     which a refusal is told from one of an earlier command; stop: the same for stops. launch_again_at, stop_again_at:
-    when to send it again. leaves: why this worker alone was told to stop, as JSON. reason: of its end, as JSON.
+    when to send it again. is_cut_off: its node was lost and the gang kept; it has certainly been stopped there, unless
+    the node says otherwise. leaves: why this worker alone was told to stop, as JSON. reason: of its end, as JSON.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Worker:
     launch: int = 0
     has_started: bool = False
     is_lost: bool = False
+    is_cut_off: bool = False
     launch_again_at: datetime | None = None
     stop: int = 0
     stop_again_at: datetime | None = None
@@ -92,12 +94,30 @@ class Worker:
 
 
 @dataclass(slots=True)
+class Evidence:
+    """What an interactive job was seen doing. Times are the platform's, `stamps` (by worker) the nodes' own.
+
+    active: workers seen at work. idle_seconds: idle time counted up to `fresh_at`, the last fresh report.
+    """
+
+    last_activity: datetime
+    fresh_at: datetime | None = None
+    stamps: dict[str, datetime] = field(default_factory=dict)
+    active: list[int] = field(default_factory=list)
+    was_active: bool = True
+    idle_seconds: float = 0
+    is_warned: bool = False
+    is_stale: bool = False
+
+
+@dataclass(slots=True)
 class JobRun:
     """A job that was placed at least once.
 
     charged: restarts counted against max_restarts. unstarted: attempts in a row that never ran, by nobody's fault of
     the job; they are spaced out. told: number of the newest emission. stale: kinds of stale reports already noted.
-    wake: when a timer of it falls due, at the latest.
+    wake: when a timer of it falls due, at the latest. grace_until: a gang short of a worker is kept until then.
+    extensions: of its lifetime; warned_of: the end of it that was last warned of.
     """
 
     job_id: str
@@ -114,6 +134,10 @@ class JobRun:
     running_since: datetime | None = None
     first_started_at: datetime | None = None
     ended_at: datetime | None = None
+    grace_until: datetime | None = None
+    evidence: Evidence | None = None
+    extensions: int = 0
+    warned_of: datetime | None = None
     stale: list[str] = field(default_factory=list)
     told: int = 0
     wake: datetime | None = None

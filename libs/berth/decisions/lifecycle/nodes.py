@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from berth.contracts.commands import KeptWorker, ReconcileNode
-from berth.contracts.events import GpuOut, JobRunning, JobUnknown, NodeBack, NodeLost, NodeRegistered, NodeSuspect
-from berth.contracts.jobs import JobState
+from berth.contracts.events import (
+    GpuOut,
+    JobRerunRequested,
+    JobRunning,
+    JobUnknown,
+    NodeBack,
+    NodeLost,
+    NodeRegistered,
+    NodeSuspect,
+)
+from berth.contracts.jobs import JobSpec, JobState
 from berth.contracts.nodes import WorkerReport
 from berth.contracts.reasons import Code, Reason, because
 from berth.decisions.lifecycle.attempts import (
@@ -46,6 +55,8 @@ def on_registered(book: Book, event: NodeRegistered) -> None:
         told = [w for w in run.workers if w.node == node.node and w.is_live and w.stop_again_at is not None]
         if told:
             send_stops(book, run, told)
+        if not any(book.nodes[w.node].is_lost for w in run.workers if not w.is_over and w.node in book.nodes):
+            run.grace_until = None
         _heard(book, run)
         _gone(book, run, gone[run.job_id])
 
@@ -58,6 +69,7 @@ def _compare(book: Book, run: JobRun, node: Node, reported: dict[tuple[str, int,
             continue
         report = reported.get((run.job_id, worker.fence, worker.number))
         if report is not None:
+            worker.is_cut_off = worker.is_cut_off and report.state != "running"
             if report.state == "running" and worker.phase in (WorkerPhase.ASSIGNED, WorkerPhase.LAUNCHING):
                 worker.move(WorkerTrigger.START)
                 worker.has_started = True
@@ -117,7 +129,51 @@ def on_lost(book: Book, event: NodeLost) -> None:
     node.is_silent = node.is_lost = True
     book.mark_node(node)
     for run in book.runs_on(event.node):
-        lost_on(book, run, event.node)
+        if not _kept_for_grace(book, run, event.node):
+            lost_on(book, run, event.node)
+
+
+def _kept_for_grace(book: Book, run: JobRun, node: str) -> bool:
+    """Whether the gang keeps its room for a while, in case the node comes back; the rest of it stays as it is."""
+    spec = book.specs.get(run.job_id)
+    grace = book.settings(run.job_id).recovery.gang_grace
+    if spec is None or not grace or not spec.gang or len(run.workers) < 2 or run.stop is not None:
+        return False
+    if run.state is JobState.RUNNING:
+        move(run, JobTrigger.NODE_SILENT)
+        book.emit(run, JobUnknown(job_id=run.job_id, attempt=run.attempt, node=node))
+    if run.state is not JobState.UNKNOWN or _may_shrink(run, spec, without=node):
+        return False
+    for worker in run.workers:
+        worker.is_cut_off = worker.is_cut_off or worker.node == node
+    if run.grace_until is None:
+        run.grace_until = book.after(grace)
+        book.wake(run, run.grace_until)
+    book.mark(run)
+    return True
+
+
+def _may_shrink(run: JobRun, spec: JobSpec, *, without: str) -> bool:
+    """Whether an elastic gang has enough workers left to go on."""
+    left = [worker for worker in run.workers if worker.node != without and not worker.is_over]
+    return spec.min_workers is not None and len(left) >= spec.min_workers
+
+
+def grace_over(book: Book, run: JobRun) -> None:
+    """The gang was short of a worker for too long: what is left of it is stopped, and it competes again."""
+    run.grace_until = None
+    for name in sorted({w.node for w in run.workers if (n := book.node(w.node)) is not None and n.is_lost}):
+        lost_on(book, run, name)
+
+
+def rerun(book: Book, event: JobRerunRequested) -> None:
+    """Somebody wants all workers again: the attempt is stopped, at no charge, and the job competes as a whole."""
+    run = book.jobs.get(event.job_id)
+    if run is None or not run.has_attempt:
+        return
+    stop(book, run, StopKind.FAULT, because(Code.WORKER_LOST, rerun_by=event.requested_by), by=event.requested_by)
+    for name in sorted({w.node for w in run.workers if (n := book.node(w.node)) is not None and n.is_lost}):
+        lost_on(book, run, name)
 
 
 def lost_on(book: Book, run: JobRun, node: str) -> None:
@@ -164,7 +220,10 @@ def _gone(book: Book, run: JobRun, over: list[Worker]) -> None:
         return
     spec = book.specs.get(run.job_id)
     lost = next((worker for worker in over if worker.is_lost and worker.leaves is None), None)
-    if lost is not None and spec is not None and spec.gang and run.stop is None:
+    if lost is not None and spec is not None and run.stop is None and _may_shrink(run, spec, without=lost.node):
+        for worker in over:
+            worker.leaves = worker.reason  # an elastic gang goes on without them
+    elif lost is not None and spec is not None and spec.gang and run.stop is None:
         stop(book, run, StopKind.FAULT, Reason.model_validate(lost.reason))
     for worker in over:
         if run.has_attempt and run.worker(worker.number) is worker:

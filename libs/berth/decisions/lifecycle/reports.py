@@ -55,7 +55,10 @@ def on_exited(book: Book, event: WorkerExited) -> None:
     worker.exit_code, worker.signal = event.exit_code, event.signal
     worker.reason = reason_json(event.reason) if event.reason else None
     worker.message = event.message[-MESSAGE_LENGTH:]
-    worker.is_lost = code is Code.WORKER_LOST
+    worker.is_lost = code in (Code.WORKER_LOST, Code.NODE_LOST)
+    if worker.is_cut_off and worker.has_failed:  # its node stopped it, the program is not to blame
+        worker.is_lost = True
+        worker.reason = reason_json(because(Code.NODE_LOST, node=worker.node))
     worker.has_started = worker.has_started or code not in (Code.START_REFUSED, Code.GPU_BUSY)
     book.mark(run)
     _tell_start_failed(book, run, worker)

@@ -16,7 +16,13 @@ from berth.contracts.events import (
     JobRerunRequested,
     PolicyActivated,
     PolicyRejected,
+    RollbackRequested,
+    RolloutRefused,
+    RolloutRequested,
+    RolloutSettingsChanged,
+    RolloutStarted,
     WorkerExited,
+    WorkerReady,
     WorkerReleased,
     WorkerStarted,
 )
@@ -25,8 +31,10 @@ from berth.contracts.reasons import Reason
 from berth.decisions.health import InventoryCore
 from berth.decisions.lifecycle import LifecycleCore
 from berth.decisions.placement.core import PlacementCore
+from berth.decisions.serving.core import VERSION_LABEL
 from berth.sim.platform import Platform, all_cores
 from berth.sim.programs import Program
+from berth.sim.scenarios.load import Load
 from berth.sim.scenarios.scenario import (
     Scenario,
     Step,
@@ -107,7 +115,8 @@ class Stage:
         self.keys: dict[tuple[str, str], Kept] = {}
         self.signals: dict[str, dict[str, Any]] = {}
         self.forgotten: set[str] = set()
-        self.ready: set[str] = set()
+        self.sick: set[tuple[str, str]] = set()
+        self.loads: dict[str, Load] = {}
         self.is_on = False
         self._pending: dict[str, str] = {}
         self._roles = {
@@ -118,7 +127,8 @@ class Stage:
         cores = [SeededPlacement if make is PlacementCore else make for make in all_cores()]
         self.platform = Platform(self._first_moment(), cores=cores)
         self.platform.bus.listen(self._listen)
-        self.platform.fleet.program_of = lambda job_id: self.programs.get(job_id, Program())
+        self.platform.fleet.program_of = self._program_of
+        self.platform.fleet.is_healthy = self._is_healthy
         self.platform.fleet.works_alone = self._works_alone
 
     # ------------------------------------------------------------------------------------------------------ set up
@@ -266,19 +276,27 @@ class Stage:
         job = self.job(name)
         replicas = [] if job is None else [j for j in self.views.jobs.values() if j.service == job.id]
         holding = [j for j in replicas if j.holds]
-        ready = [j for j in holding if j.id in self.ready]
+        ready = [j for j in holding if j.is_ready]
         versions: dict[str, int] = {}
         for replica in holding:
-            version = replica.spec.labels.get("version", "")
+            version = replica.spec.labels.get(VERSION_LABEL, "")
             versions[version] = versions.get(version, 0) + 1
         return {
             "ready": len(ready),
-            "starting": sum(1 for j in holding if j.id not in self.ready and j.state is not JobState.STOPPING),
+            "starting": sum(1 for j in holding if not j.is_ready and j.state is not JobState.STOPPING),
             "waiting": sum(1 for j in replicas if j.state is JobState.WAITING),
             "gpus": sum(len(p.assignment.gpus) for j in holding for p in j.workers.values()),
             "held": len(holding),
             "versions": versions,
         }
+
+    def _program_of(self, job_id: str) -> Program:
+        job = self.views.jobs.get(job_id)
+        return self.programs.get(job.service if job and job.service else job_id, Program())
+
+    def _is_healthy(self, job_id: str) -> bool:
+        job = self.views.jobs.get(job_id)
+        return job is None or (job.service, job.spec.labels.get(VERSION_LABEL, "")) not in self.sick
 
     def _works_alone(self, job_id: str) -> bool:
         job = self.views.jobs.get(job_id)
@@ -292,11 +310,18 @@ class Stage:
             self.alerts.add(alert)
         self.views.take(event)
         data = event.data
+        if isinstance(data, WorkerReady):
+            for load in self.loads.values():
+                load.on_ready()
         if isinstance(data, PolicyActivated):
             self.in_force = data.document
             self._answer(data.proposal_id, "accepted")
         elif isinstance(data, PolicyRejected):
             self._answer(data.proposal_id, "refused")
+        elif isinstance(data, RolloutStarted):
+            self._answer(data.request_id, "accepted")
+        elif isinstance(data, RolloutRefused):
+            self._answer(data.request_id, "refused")
         elif isinstance(data, JobExtended):
             self._answer(data.request_id, "accepted")
         elif isinstance(data, JobExtendRefused):
@@ -492,6 +517,62 @@ class Stage:
         )
         self.platform.bus.publish(event.model_copy(update={"id": f"{event.id}.again"}))
         self.entries.append(Entry("duplicate_ignored", self.platform.clock.now, job=job_id))
+
+    # ----------------------------------------------------------------------------------------------------- services
+    def _do_load(
+        self,
+        service: str,
+        in_flight: float | None = None,
+        requests: int | None = None,
+        within: str = "0s",
+        fresh: bool = True,
+        alternate: Iterable[float] = (),
+        every: str = "1m",
+        until: str | None = None,
+        label: str | None = None,
+    ) -> None:
+        load = self.loads.get(service)
+        if load is None:
+            load = self.loads[service] = Load(self, service)
+        load.is_fresh = fresh
+        if requests is not None:
+            load.arrive(requests, label)
+        elif alternate:
+            load.alternate(list(alternate), duration(every), self.scenario.moment(until) if until else None)
+        elif in_flight is not None:
+            load.steady(in_flight)
+
+    def _do_version_health(self, service: str, version: str, healthy: bool) -> None:
+        job = self.job(service)
+        if job is None:
+            return
+        (self.sick.discard if healthy else self.sick.add)((job.id, version))
+        for replica in list(self.views.jobs.values()):
+            if replica.service == job.id and replica.spec.labels.get(VERSION_LABEL) == version:
+                self.platform.fleet.check_health(replica.id)
+
+    def _do_rollout(self, service: str, version: str, canary: int | None = None, label: str | None = None) -> None:
+        job = self.job(service)
+        if job is None:
+            return
+        request = f"r{len(self.platform.audit)}"
+        self._promise(request, label)
+        fact = RolloutRequested(
+            job_id=job.id, request_id=request, to_version=version, canary=canary, requested_by="user:somebody"
+        )
+        self.platform.tell(fact, job.id, tenant=job.spec.tenant)
+
+    def _do_rollback(self, service: str) -> None:
+        job = self.job(service)
+        if job is not None:
+            fact = RollbackRequested(job_id=job.id, requested_by="user:somebody")
+            self.platform.tell(fact, job.id, tenant=job.spec.tenant)
+
+    def _do_set_rollout(self, service: str, surge: int | None = None, unavailable: int | None = None) -> None:
+        job = self.job(service)
+        if job is not None:
+            fact = RolloutSettingsChanged(job_id=job.id, surge=surge, unavailable=unavailable)
+            self.platform.tell(fact, job.id, tenant=job.spec.tenant)
 
     # ------------------------------------------------------------------------------------------------------- policy
     def _do_set_quota(

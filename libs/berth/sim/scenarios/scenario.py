@@ -176,7 +176,7 @@ def program_of(job: Mapping[str, Any]) -> Program:
         crash_as_refusal=bool(crashes) and crashes.get("as") == "start_refused",
         is_resumed=job.get("checkpoint", True),
         checkpoint_every=seconds(job["checkpoint_every"]) if "checkpoint_every" in job else None,
-        cold_start=seconds(service.get("cold_start", 0)),
+        cold_start=seconds(service.get("cold_start", 0)) if service else None,
     )
 
 

@@ -26,9 +26,12 @@ from berth.contracts.events import (
     JobSucceeded,
     JobUnknown,
     JobWaiting,
+    ServiceAdmitted,
+    WorkerReady,
 )
 from berth.contracts.jobs import JobSpec, JobState
 from berth.contracts.reasons import Code, Reason
+from berth.decisions.serving.core import SERVICE_LABEL
 
 NOTICES = frozenset({Code.PREEMPTED, Code.RECLAIM, Code.QUOTA_CUT})
 """Causes of a stop for another's sake, or for a line, a window or a quota."""
@@ -66,6 +69,7 @@ class JobSeen:
     running_attempt: int = 0
     running_since: datetime | None = None
     service: str = ""
+    is_ready: bool = False
     requested_by: str = ""
 
     @property
@@ -99,8 +103,14 @@ class Views:
     def _admitted(self, event: Envelope[Any]) -> None:
         self._submitted(event)
         job = self.jobs[event.data.job_id]
+        job.service = event.data.spec.labels.get(SERVICE_LABEL, "")
         if job.state is JobState.SUBMITTED:
             job.state = JobState.WAITING
+
+    def _ready(self, event: Envelope[Any]) -> None:
+        job = self.jobs.get(event.data.job_id)
+        if job is not None and job.attempt == event.data.attempt:
+            job.is_ready = event.data.is_ready
 
     def _refused(self, event: Envelope[Any]) -> None:
         job = self.jobs[event.data.job_id]
@@ -117,6 +127,7 @@ class Views:
         if data.attempt > job.attempt or not job.holds:
             job.state, job.attempt, job.notified_at = JobState.STARTING, data.attempt, None
             job.starts += 1
+            job.is_ready = False
         for assignment in data.assignments:
             placed = Placed(data.fence, assignment)
             job.workers[assignment.worker] = placed
@@ -140,7 +151,7 @@ class Views:
             job.notices += 1
             job.notified_at = event.time
         if data.workers is None:
-            job.state, job.cause = JobState.STOPPING, data.cause
+            job.state, job.cause, job.is_ready = JobState.STOPPING, data.cause, False
             job.stopped_by_platform = True
 
     def _ended(self, event: Envelope[Any]) -> None:
@@ -152,7 +163,7 @@ class Views:
             if data.outcome is AttemptOutcome.PREEMPTED:
                 job.trimmed += len(data.workers)
             return
-        job.workers = {}
+        job.workers, job.is_ready = {}, False
         job.running_since = None
         job.preemptions += data.outcome is AttemptOutcome.PREEMPTED
         job.was_stopped = data.outcome in (AttemptOutcome.PREEMPTED, AttemptOutcome.LOST)
@@ -178,6 +189,8 @@ _FINAL: dict[type[Any], JobState] = {
 _HANDLERS: dict[type[Any], Callable[[Views, Envelope[Any]], None]] = {
     JobSubmitted: Views._submitted,
     JobAdmitted: Views._admitted,
+    ServiceAdmitted: Views._admitted,
+    WorkerReady: Views._ready,
     JobRefused: Views._refused,
     JobHeld: Views._waits,
     JobWaiting: Views._waits,

@@ -119,7 +119,7 @@ def _without_quota(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _entry(word: str, event: Envelope[Any], at: datetime) -> Entry:
-    data = event.data.model_dump()
+    data = event.data.model_dump(by_alias=True)
     cause = data.get("cause") or data.get("reason") or {}
     facts = {key: value for key, value in data.items() if value is not None}
     if isinstance(cause, dict):
