@@ -86,6 +86,9 @@ class BatchHandler(ABC):
     decisions_version: str = ""
     is_heavy: bool = False
     """Whether `settle` may take long enough to be moved off the event loop."""
+    gather_seconds: float = 0.0
+    """How long to let more messages come before a batch is begun. Only for readers that nobody waits for: they leave
+    the processor and the disk to those on a job's path, and a transaction then covers many events."""
 
     @abstractmethod
     async def load(self, database: Database, *, now: datetime) -> None:
@@ -273,6 +276,9 @@ class EventService(Generic[H]):
             while True:
                 try:
                     messages = await puller.next(self._patience())
+                    if messages and handler.gather_seconds and len(messages) < BATCH:
+                        await asyncio.sleep(handler.gather_seconds)
+                        messages += await puller.next(0.0)
                 except BusTransientError as error:
                     self._log.warning("cannot take in events", reason=str(error))
                     await asyncio.sleep(LAST_RETRY_SECONDS)
