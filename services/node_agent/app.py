@@ -25,12 +25,13 @@ from berth.runtime.process import ServiceContext, ServiceExit, run_service
 from berth.telemetry.logs import get_logger
 from services.node_agent.commands import CommandLoop, exit_loop
 from services.node_agent.deps import Deps, PlatformClock
-from services.node_agent.driver.base import GpuDriver
+from services.node_agent.driver.base import GpuDriver, GpuDriverError
 from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.adopt import adopt_workers
 from services.node_agent.handlers.requests import answer_logs, answer_simulate
 from services.node_agent.handlers.stop import stop_worker
 from services.node_agent.journal import Journal
+from services.node_agent.metrics import AgentMetrics, show_cards
 from services.node_agent.node import Node
 from services.node_agent.process.runtime import WorkerRuntime
 from services.node_agent.process.simulated import SimulatedWorkers
@@ -73,14 +74,16 @@ async def main(context: ServiceContext[Settings]) -> None:
         stack.push_async_callback(runtime.close)
         nodes = {spec.name: _node(spec, settings, journal) for spec in settings.node_specs()}
         for node in nodes.values():
-            await asyncio.to_thread(_open, node)
+            await _open(node)
             stack.callback(node.driver.close)
         bus = await stack.enter_async_context(Connection(_bus_settings(settings)))
         context.health.probe("bus", lambda: None if bus.is_connected else "not connected to the bus")
         reporter = Reporter(Publisher(bus), journal, pool=settings.pool)
         fetch_secrets = partial(_fetch_secrets, bus, settings.pool)
         checkpoints = str(settings.checkpoints_directory)
-        deps = Deps(settings, journal, runtime, reporter, PlatformClock(), fetch_secrets, nodes, checkpoints)
+        deps = Deps(
+            settings, journal, runtime, reporter, PlatformClock(), fetch_secrets, nodes, checkpoints=checkpoints
+        )
         await _host(context, deps, bus, stack)
 
 
@@ -92,7 +95,10 @@ async def _host(
     for node in deps.nodes.values():
         await adopt_workers(node, deps)
     deps.journal.flush()
+    deps.metrics = AgentMetrics(context.registry)
+    deps.metrics.watch(deps)
     samplers = {name: Sampler(node, deps) for name, node in deps.nodes.items()}
+    show_cards(context.registry, deps.nodes, samplers)
     sessions = Sessions(bus, deps, samplers, pool=pool)
     await sessions.open()
     for name, node in deps.nodes.items():
@@ -200,9 +206,12 @@ def _driver(spec: NodeSpec) -> GpuDriver:
     return NvmlDriver()
 
 
-def _open(node: Node) -> None:
-    node.driver.open()
-    node.open()
+async def _open(node: Node) -> None:
+    try:
+        await asyncio.to_thread(node.driver.open)
+        await asyncio.to_thread(node.open)
+    except GpuDriverError as error:
+        raise ServiceExit(EXIT_DRIVER_GONE, f"cards of node {node.name}: {error}") from error
 
 
 async def _fetch_secrets(bus: Connection, pool: str, order: LaunchWorkers) -> Mapping[str, str]:

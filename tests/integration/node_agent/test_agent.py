@@ -360,6 +360,19 @@ async def test_a_second_agent_on_the_same_state_is_kept_out(platform: Platform) 
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+async def test_metrics_show_cards_and_counts(platform: Platform) -> None:
+    await platform.start_agent()
+    card = platform.gpus()[1]
+    await platform.order(platform.launch(*WAITING, workers=(WorkerPlan(worker=0, gpus=(card,)),)))
+    await platform.hear(WorkerStarted)
+    await platform.until(lambda: any(frame.workers for frame in platform.inventory.frames), "frame")
+    page = await platform.metrics()
+    assert 'berth_agent_launches_total{outcome="started"} 1.0' in page
+    busy = [line for line in page.splitlines() if line.startswith("DCGM_FI_DEV_GPU_UTIL{") and card in line]
+    assert busy[0].endswith(" 95.0")
+    assert 'hpc_job="j1"' in busy[0]
+
+
 async def test_simulated_workers_need_no_processes(platform: Platform) -> None:
     await platform.start_agent(node_runtime="simulated")
     await platform.order(platform.launch("sleep", "0.2", job="good"))
