@@ -103,6 +103,7 @@ class SimBus:
         seat.core = seat.make()
         stored = [(kind, key, orjson.loads(body)) for (kind, key), body in seat.records.items()]
         seat.core.restore(stored, now=self.clock.now)
+        self.batch(name)
         return seat.core
 
     @property
