@@ -160,7 +160,7 @@ class SimFleet:
         for worker in agent.workers.values():
             if worker.stage is not Stage.EXITED:
                 worker.is_fenced = True
-                self._leave(worker, is_saved=True)
+                self._leave(worker, is_saved=False)
 
     def back(self, node: str, *, running: Iterable[str] | None = None) -> None:
         """Word again. running: job ids that still run there; None: all. What does not has ended unseen."""

@@ -106,12 +106,15 @@ class Platform:
     def stop_bus(self) -> None:
         """Nothing passes between the parts."""
         self.fleet.beat()
+        self.fleet.inventory.goes_deaf()
         self.bus.stop()
 
     def start_bus(self) -> None:
         """The bus is back: what was kept goes out, and silence counts from now."""
         self.bus.start()
         self.fleet.inventory.was_deaf(now=self.clock.now)
+        self.fleet.beat()
+        self.bus.batch(InventoryCore.NAME)
         self.fleet.flush()
 
     # ------------------------------------------------------------------------------------------------------- time

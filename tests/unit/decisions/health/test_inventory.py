@@ -149,6 +149,14 @@ def test_our_own_deafness_is_not_their_silence(desk: Desk[InventoryCore]) -> Non
     assert kinds(beat(desk, 25, "n1", "n2")) == []
 
 
+def test_while_we_hear_nobody_nobody_is_judged(desk: Desk[InventoryCore]) -> None:
+    join(desk, "n1", "n2")
+    desk.core.goes_deaf()
+    assert desk.wait(3600) == []
+    desk.core.was_deaf(now=desk.now)
+    assert kinds(beat(desk, 60, "n1", "n2")) == []
+
+
 def test_the_agents_lease_ends_before_we_call_it_lost(desk: Desk[InventoryCore]) -> None:
     assert desk.core.lease_seconds < 300
     assert desk.core.telemetry_every_seconds * 3 < 30
