@@ -33,6 +33,7 @@ from services.node_agent.handlers.stop import stop_worker
 from services.node_agent.journal import Journal
 from services.node_agent.metrics import AgentMetrics, show_cards
 from services.node_agent.node import Node
+from services.node_agent.peers import Peers, fleet_key
 from services.node_agent.process.runtime import WorkerRuntime
 from services.node_agent.process.simulated import SimulatedWorkers
 from services.node_agent.process.supervisors import Supervisors
@@ -101,6 +102,7 @@ async def _host(
     show_cards(context.registry, deps.nodes, samplers)
     sessions = Sessions(bus, deps, samplers, pool=pool)
     await sessions.open()
+    await _meet_peers(context.settings, sessions, deps, stack)
     for name, node in deps.nodes.items():
         await bus.serve(subjects.node_request(pool, name, "logs"), partial(_ask, answer_logs, node, deps))
         if isinstance(node.driver, SimDriver):
@@ -122,6 +124,22 @@ async def _host(
     context.started()
     await ending.wait()
     await end_work(deps)
+
+
+async def _meet_peers(settings: Settings, sessions: Sessions, deps: Deps, stack: contextlib.AsyncExitStack) -> None:
+    """Answer other agents, and ask them, where they are named."""
+    peers = Peers(
+        pool=settings.pool,
+        nodes=deps.nodes,
+        hears=sessions.hears,
+        addresses=settings.node_peers,
+        key=fleet_key(settings.nats_credentials_file),
+    )
+    sessions.consult(peers)
+    if settings.node_peer_address:
+        host, _, port = settings.node_peer_address.rpartition(":")
+        server = await peers.serve(host, int(port))
+        stack.callback(server.close)
 
 
 def _registered(sessions: Sessions, total: int) -> str | None:
