@@ -41,6 +41,7 @@ from services.node_agent.reports import Reporter
 from services.node_agent.sampling import DriverGone, Sampler
 from services.node_agent.sessions import Sessions
 from services.node_agent.settings import NodeSpec, Settings
+from services.node_agent.workers import AGENT_ENDS
 
 SERVICE: Final = "node_agent"
 BUS_USER: Final = "fleet"
@@ -156,7 +157,7 @@ async def end_work(deps: Deps) -> None:
     live = [(node, worker) for node in deps.nodes.values() for worker in node.live() if worker.is_live]
     log.info("ending all work", workers=len(live), grace_seconds=grace)
     for node, worker in live:
-        stop_worker(node, worker, deps, grace_seconds=grace, reason="agent ends its work")
+        stop_worker(node, worker, deps, grace_seconds=grace, reason=AGENT_ENDS)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(END_WORK_SECONDS):
             while any(worker.is_live for node in deps.nodes.values() for worker in node.live()):  # noqa: ASYNC110

@@ -378,12 +378,15 @@ async def test_told_to_leave_the_agent_leaves_its_programs_running(platform: Pla
 
 async def test_told_to_end_its_work_the_agent_reports_every_end(platform: Platform) -> None:
     agent = await platform.start_agent()
+    polite = ("sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     for number in range(3):
-        await platform.order(platform.launch("sleep", "600", job=f"j{number}", fence=number + 1))
+        await platform.order(platform.launch(*polite, job=f"j{number}", fence=number + 1))
     await platform.hear(WorkerStarted, count=3)
     agent.send_signal(signal.SIGINT)
     assert await agent.wait() == 0
     await platform.hear(WorkerReleased, count=3)
+    codes = {exited.reason.code for exited in platform.told(WorkerExited) if exited.reason is not None}
+    assert codes == {Code.WORKER_LOST}  # not "succeeded", whatever code a polite program leaves with
 
 
 async def test_a_second_agent_on_the_same_state_is_kept_out(platform: Platform) -> None:
