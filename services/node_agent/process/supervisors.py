@@ -263,18 +263,19 @@ class Supervisors:
                 self._move_to_done(key, node)
                 continue
             watched = _Watched(record.worker, directory, record.supervisor_pid, record.supervisor_ticks)
-            if self._still_supervised(record):
+            if exit_ := _read_exit(directory, record.worker):
+                ended.append(exit_)
+            elif self._still_supervised(record):
                 self._watch(watched)
                 running.append(record.worker)
-            elif exit_ := _read_exit(directory, record.worker):
-                ended.append(exit_)
             elif record.boot_id != self._boot_id:
                 ended.append(_lost(record.worker, "machine restarted"))
             else:
                 orphans.append(watched)
         for orphan in orphans:
             await _end_strays_of(orphan)
-            ended.append(_lost(orphan.worker, "supervisor died"))
+            exit_ = _read_exit(orphan.directory, orphan.worker)  # it may have ended between the two looks above
+            ended.append(exit_ or _lost(orphan.worker, "supervisor died"))
         return Adoption(tuple(running), tuple(ended), tuple(never))
 
     def _still_supervised(self, record: _Record) -> bool:
