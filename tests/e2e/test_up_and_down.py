@@ -74,13 +74,16 @@ def test_up_after_the_supervisor_was_killed_takes_over_and_no_program_is_lost() 
             assert len(client.job(job.job_id).attempts) == 1
 
 
-def test_down_after_the_supervisor_was_killed_leaves_no_process() -> None:
+@pytest.mark.parametrize("killed", [("node_agent",), ("supervisor", "node_agent")])
+def test_down_leaves_no_process_whoever_was_killed_before(killed: tuple[str, ...]) -> None:
     with embedded_platform(FLEET) as platform:
         with client_of(platform) as client:
-            job = client.submit(a_job("sleep 300"))
+            job = client.submit(a_job("trap '' TERM; sleep 300 & wait; sleep 300"))
             wait_until(lambda: client.job(job.job_id).state == "running", END_SECONDS, "it runs")
-        os.kill(platform.state.pid, signal.SIGKILL)
-        wait_until(lambda: not is_supervised(platform.layout), 10, "the supervisor is gone")
+        state = platform.state
+        for name in killed:
+            os.kill(state.pid if name == "supervisor" else state.processes[name], signal.SIGKILL)
+        wait_until(lambda: is_supervised(platform.layout) == ("supervisor" not in killed), 10, "the kill is over")
         platform.down()
         assert platform.processes() == {}
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from berth.embedded.fleet import DEFAULT_FLEET, node_names
 from berth.embedded.layout import SERVICES, Layout, home_from_environment
-from berth.embedded.leftovers import end_services
+from berth.embedded.leftovers import end_services, end_work
 from berth.embedded.supervisor import PlatformSettings, PlatformState, is_supervised, read_state
 
 UP_SECONDS: Final = 90.0
@@ -207,6 +207,7 @@ def stop_leftovers(layout: Layout) -> bool:
     if state is None:
         return False
     found = end_services(layout.home, ends_work=True)
+    end_work(layout.nodes)
     asyncio.run(stop_servers(layout, PlatformSettings(**state.settings)))
     return bool(found)
 
