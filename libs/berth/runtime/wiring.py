@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -113,7 +113,7 @@ async def _checkpoint(database: Database, asked: CheckpointQuestion) -> object:
     found = await find_checkpoint(database, since=asked.since)
     if found is None:
         raise RequestFailed("not_found", "no checkpoint yet")
-    return {"commit_id": found.commit_id, "taken_at": found.taken_at, "stream_seq": found.stream_seq}
+    return asdict(found)
 
 
 async def _stand_by(context: ServiceContext[Any]) -> None:

@@ -24,11 +24,16 @@ PAGE_ROWS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The records as they were after commit `commit_id` (0: before the first), with the position in the stream."""
+    """The records as they were after commit `commit_id` (0: before the first), with the position in the stream.
+
+    last_commit_id, last_seq: how far the commit log goes when asked.
+    """
 
     commit_id: int
     taken_at: datetime
     stream_seq: int
+    last_commit_id: int
+    last_seq: int
 
 
 async def take_checkpoint(database: Database, consumer: str, *, every: timedelta = CHECKPOINT_EVERY) -> bool:
@@ -74,8 +79,9 @@ async def find_checkpoint(database: Database, *, since: datetime | None) -> Chec
     schema = database.settings.schema
     async with database.reader() as connection:
         row = await connection.fetchrow(
-            f"SELECT commit_id, taken_at, stream_seq FROM {schema}.checkpoint "
-            "ORDER BY (taken_at <= $1) IS TRUE DESC, CASE WHEN taken_at <= $1 THEN -commit_id ELSE commit_id END LIMIT 1",
+            "SELECT commit_id, taken_at, stream_seq, coalesce(c.id, commit_id), coalesce(c.last_seq, stream_seq) "
+            f"FROM {schema}.checkpoint LEFT JOIN (SELECT id, last_seq FROM {schema}.commits ORDER BY id DESC LIMIT 1) c "
+            "ON true ORDER BY (taken_at <= $1) IS TRUE DESC, CASE WHEN taken_at <= $1 THEN -commit_id ELSE commit_id END LIMIT 1",
             since,
         )
     return None if row is None else Checkpoint(*row)
