@@ -253,6 +253,22 @@ class PreemptionPlanned(Fact, kind="plan", fact="preemption_planned", owners="pl
     receipt: Receipt = Receipt()
 
 
+class WindowOpened(Fact, kind="window", fact="opened", owners="placement"):
+    """The window of a protection line, or a reservation, has begun. Entity: `w-` and a digest of its name."""
+
+    name: str
+    at: Instant
+    policy_version: int = 0
+
+
+class WindowClosed(Fact, kind="window", fact="closed", owners="placement"):
+    """The window of a protection line, or a reservation, is over."""
+
+    name: str
+    at: Instant
+    policy_version: int = 0
+
+
 class AllocationReleased(Fact, kind="allocation", fact="released", owners="placement"):
     """The GPUs and the quota of an attempt (or of some of its workers) are free again; told once. Entity: the job."""
 

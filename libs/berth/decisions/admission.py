@@ -30,17 +30,15 @@ from berth.contracts.reasons import Code, Reason, because
 from berth.contracts.requests import PolicyCheckAnswer
 from berth.decisions.core import Core, Outbox, Record, Settled
 from berth.decisions.placement.claim import claim_of, plain
-from berth.decisions.placement.fit import seat_workers
 from berth.decisions.placement.fleet import Fleet
 from berth.decisions.placement.jobs import micros
+from berth.decisions.placement.turn import fits_when_empty, never_reason
 from berth.decisions.policy.check import check, warnings
 from berth.decisions.policy.document import Policy
 from berth.decisions.quota.book import QuotaBook
 
 CANCELS_KEPT = timedelta(days=7)
 """How long a cancel request for an unknown job is kept: as long as the stream could still bring that job."""
-
-_NOT_YET = ("share", "memory_gib", "slice", "min_workers", "within")
 
 
 class AdmissionCore(Core):
@@ -233,7 +231,7 @@ class AdmissionCore(Core):
         if spec.tenant not in self.policy.tenants:
             known = ", ".join(sorted(self.policy.tenants)) or "none"
             return [because(Code.UNKNOWN_TENANT, tenant=spec.tenant, remedy=f"use one of the pool's tenants: {known}")]
-        found = [*self._over_limits(spec), *self._unknown_types(spec), *_unsupported(spec)]
+        found = [*self._over_limits(spec), *self._unknown_types(spec)]
         if not found and self.policy.for_class(spec.job_class).never_fits == "refuse":
             found = self._never(spec)
         return found
@@ -269,21 +267,10 @@ class AdmissionCore(Core):
         reasons: list[Reason] = []
         for card_type in types:
             pool = self.fleet.pools[card_type]
-            seats = seat_workers(pool, shape.kinds, pool.total, is_packed=True, open_rows=pool.total > 0)
+            fits = shape.mix_types or fits_when_empty(shape, pool, self.fleet)
             ceiling = self._quota.ceiling(spec.tenant, card_type)
-            if seats is None:
-                largest = int(pool.total.max()) if len(pool.total) else 0
-                reasons.append(
-                    because(
-                        Code.NEVER_FITS,
-                        card_type=card_type,
-                        needed=shape.gpus,
-                        installed=int(pool.total.sum()),
-                        largest_on_one_node=largest,
-                        per_worker=shape.largest,
-                        remedy=f"ask for at most {largest} GPUs for each worker and {int(pool.total.sum())} in all",
-                    )
-                )
+            if not fits:
+                reasons.append(never_reason(shape, pool))
             elif ceiling is not None and shape.gpus > ceiling:
                 reasons.append(
                     because(
@@ -329,11 +316,3 @@ class AdmissionCore(Core):
             self._held_trace[data.job_id] = body["trace"]
             self._out.counters[data.job_id] = body["n"]
         self._cancels = {job_id: (at, by) for at, job_id, by in sorted(cancels)}
-
-
-def _unsupported(spec: JobSpec) -> Iterable[Reason]:
-    fields = [name for name in _NOT_YET if getattr(spec, name) is not None]
-    fields += ["gang"] if not spec.gang else []
-    fields += ["mix_types"] if spec.mix_types else []
-    for name in fields:
-        yield because(Code.UNSUPPORTED, field=name, remedy=f"leave {name} out; whole GPUs in gangs are supported")

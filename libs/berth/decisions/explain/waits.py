@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from datetime import datetime
-from typing import TYPE_CHECKING
 
+from berth.contracts.base import JobClass
 from berth.contracts.reasons import Code, Reason, because
 from berth.contracts.requests import JobExplained, QuotaAnswer, QuotaLine
-from berth.decisions.placement.claim import Amount, plain
+from berth.decisions.placement.claim import Amount, Claim, Shape, WorkerKind, plain
 from berth.decisions.placement.jobs import Job, Phase, moment
-from berth.decisions.placement.turn import take_turn
-
-if TYPE_CHECKING:
-    from berth.decisions.placement.core import PlacementCore
+from berth.decisions.placement.round import waiting_for
+from berth.decisions.placement.scene import Scene
+from berth.decisions.placement.state import State
+from berth.decisions.placement.turn import options, take_turn
+from berth.decisions.preemption.plan import blocked_reasons, make_room
 
 BLOCKERS_NAMED = 20
 """Jobs named as holding what is missing, at most."""
 
-WEIGHT: dict[Code, int] = {code: place for place, code in enumerate(Code)}
+_OWN = frozenset({Code.QUOTA_FULL, Code.BORROW_LIMIT})
+_LENT = frozenset({Code.LEND_LIMIT, Code.NOTHING_TO_BORROW})
 
 
-def explain_job(core: PlacementCore, job_id: str, now: datetime) -> JobExplained:
+def explain_job(state: State, job_id: str, now: datetime) -> JobExplained:
     """All blockers of a waiting job, with numbers, who holds what is missing, and its place in the queue."""
-    job = core.jobs.get(job_id)
-    common = {"policy_version": core.policy_version, "state_version": core.state_version, "as_of": now}
+    job = state.jobs.get(job_id)
+    common = {"policy_version": state.policy_version, "state_version": state.state_version, "as_of": now}
     if job is None:
         return JobExplained(job_id=job_id, is_known=False, **common)
+    waits = job.phase is Phase.WAITING or (job.phase is Phase.PLACED and bool(job.missing))
     if job.phase is Phase.RESTING:
         reasons: tuple[Reason, ...] = (
             because(
@@ -35,62 +38,128 @@ def explain_job(core: PlacementCore, job_id: str, now: datetime) -> JobExplained
                 remedy="wait, or cancel it and mend the program",
             ),
         )
-    elif job.phase is Phase.WAITING:
-        reasons = waiting_reasons(core, job)
+    elif waits:
+        reasons = waiting_reasons(state, job, now)
     else:
         return JobExplained(job_id=job_id, is_known=True, state=job.phase.value, **common)
     return JobExplained(
         job_id=job_id,
         is_known=True,
-        state="waiting",
+        state="waiting" if job.phase is not Phase.PLACED else job.phase.value,
         reasons=reasons,
-        place=place_in_queue(core, job) if job.phase is Phase.WAITING else None,
-        waiting=core.waiting.size,
+        place=place_in_queue(state, job) if waits else None,
+        waiting=state.waiting.size + len(state.plans),
         **common,
     )
 
 
-def waiting_reasons(core: PlacementCore, job: Job) -> tuple[Reason, ...]:
+def waiting_reasons(state: State, job: Job, now: datetime) -> tuple[Reason, ...]:
     """Current reasons, each with the jobs that hold what is missing."""
-    turn = take_turn(job.claim, core.books, core.policy)
+    state.now = max(now, state.now)
+    scene = _scene_for(state, job)
+    plan = state.plans.get(job.id)
+    if plan is not None:
+        return (waiting_for(plan, scene),)
+    joins = job if job.held or not job.claim.shape.is_gang else None
+    worker = None if joins is None or job.claim.shape.is_gang else min(job.missing or (0,))
+    turn = take_turn(job.claim, scene, job=joins, worker=worker)
+    reasons = list(turn.reasons)
+    if state.preempts(job.claim.job_class):
+        types = options(job.claim.shape, state.books.fleet, state.policy)
+        making = make_room(job, scene, state.caps(job.claim))
+        reasons += blocked_reasons(making.blocked, types[0] if types else None, job.claim.shape.gpus)
+    reasons += _overtaken(state, job)
     return tuple(
-        reason.model_copy(update={"blocked_by": _holders(core, job, reason)}) if not reason.blocked_by else reason
-        for reason in turn.reasons
+        reason if reason.blocked_by else reason.model_copy(update={"blocked_by": _holders(state, job, reason)})
+        for reason in reasons
     )
 
 
-def _holders(core: PlacementCore, job: Job, reason: Reason) -> tuple[str, ...]:
-    card_type = reason.facts.get("card_type")
-    own_only = reason.code in (Code.QUOTA_FULL, Code.BORROW_LIMIT)
-    held: list[tuple[Amount, str]] = []
-    for other in core.books.placed.values():
-        if own_only and other.claim.tenant != job.claim.tenant:
+def _scene_for(state: State, job: Job) -> Scene:
+    """The last pass's view, less what the job itself laid claim to in it."""
+    scene = state.new_scene()
+    last = state.scene
+    if last is not None:
+        scene.shadows = {
+            card_type: [shadow for shadow in shadows if shadow.job_id != job.id]
+            for card_type, shadows in last.shadows.items()
+        }
+        scene.heads = {card_type: head for card_type, head in last.heads.items() if head != job.id}
+        scene.tenant_heads = {key: head for key, head in last.tenant_heads.items() if head != job.id}
+        mine = state.order_of(job)
+        ahead = {other for other in state.jobs if state.order_of(state.jobs[other]) < mine} if scene.heads else set()
+        scene.heads = {card_type: head for card_type, head in scene.heads.items() if head in ahead}
+        scene.tenant_heads = {key: head for key, head in scene.tenant_heads.items() if head in ahead}
+        scene.shadows = {
+            card_type: [s for s in shadows if s.job_id in state.jobs and state.order_of(state.jobs[s.job_id]) < mine]
+            for card_type, shadows in scene.shadows.items()
+        }
+    return scene
+
+
+def _overtaken(state: State, job: Job) -> list[Reason]:
+    """Where shares decide: another tenant of equal priority that came later and is served first."""
+    claim = job.claim
+    if state.policy.for_class(claim.job_class).fair_share.basis == "none":
+        return []
+    mine = state.share(claim)
+    for group in state.waiting.groups():
+        other = group.claim
+        if other.priority != claim.priority or other.tenant == claim.tenant:
             continue
-        amount = sum(entry.amount for entry in other.held if entry.card_type == card_type)
+        share = state.share(other)
+        if share < mine:
+            return [
+                because(
+                    Code.FAIR_SHARE,
+                    blocked_by=(group.head[1],),
+                    share=round(mine, 6) if mine != float("inf") else None,
+                    other_share=round(share, 6),
+                    remedy="wait: tenants that had less are served first",
+                )
+            ]
+    return []
+
+
+def _holders(state: State, job: Job, reason: Reason) -> tuple[str, ...]:
+    card_type = reason.facts.get("card_type")
+    if reason.code in (Code.BACKOFF, Code.NEVER_FITS, Code.TYPE_UNAVAILABLE):
+        return ()
+    held: list[tuple[Amount, str]] = []
+    cohort = state.books.quota.of(job.claim.tenant, str(card_type)).cohort
+    for other in state.books.placed.values():
+        tenant = other.claim.tenant
+        if reason.code in _OWN and tenant != job.claim.tenant:
+            continue
+        if reason.code in _LENT and state.books.quota.of(tenant, str(card_type)).cohort != cohort:
+            continue
+        amount = sum(entry.amount for entry in other.held if card_type in (None, entry.card_type))
         if amount:
             held.append((-amount, other.id))
     return tuple(job_id for _, job_id in sorted(held)[:BLOCKERS_NAMED])
 
 
-def place_in_queue(core: PlacementCore, job: Job) -> int:
+def place_in_queue(state: State, job: Job) -> int:
     """Waiting jobs that are served before this one, plus one."""
-    before = 0
-    for group in core.waiting.groups():
-        if group.claim.priority > job.claim.priority:
+    mine = state.order_of(job)
+    before = sum(state.order_of(state.jobs[other]) < mine for other in state.plans if other != job.id)
+    for group in state.waiting.groups():
+        other = (-group.claim.priority, state.share(group.claim))
+        if other < mine[:2]:
             before += len(group.jobs)
-        elif group.claim.priority == job.claim.priority:
+        elif other == mine[:2]:
             before += bisect_left(group.jobs, (job.submitted, job.id))
     return before + 1
 
 
-def quota_answer(core: PlacementCore, tenant: str | None, now: datetime | None) -> QuotaAnswer:
+def quota_answer(state: State, tenant: str | None, now: datetime | None) -> QuotaAnswer:
     """Standing of one tenant, or of all, on every card type they have a limit on or hold."""
-    book = core.books.quota
+    book = state.books.quota
     pairs = {(name, card_type) for name, card_type, _ in book.used_lines()}
-    for name, settings in core.policy.tenants.items():
+    for name, settings in state.policy.tenants.items():
         pairs |= {(name, card_type) for card_type in settings.quota}
     wanted: dict[tuple[str, str], Amount] = {}
-    for group in core.waiting.groups():
+    for group in state.waiting.groups():
         for card_type in group.claim.shape.types[:1]:
             key = (group.claim.tenant, card_type)
             wanted[key] = wanted.get(key, 0) + group.claim.shape.gpus * len(group.jobs)
@@ -110,4 +179,15 @@ def quota_answer(core: PlacementCore, tenant: str | None, now: datetime | None) 
                 waiting=plain(wanted.get((name, card_type), 0)),
             )
         )
-    return QuotaAnswer(lines=tuple(lines), policy_version=core.policy_version, as_of=now)
+    return QuotaAnswer(lines=tuple(lines), policy_version=state.policy_version, as_of=now)
+
+
+_NOBODY = Claim("", JobClass.GENERAL, 0, Shape((WorkerKind("", 1, 1),)))
+
+
+def free_on_node(state: State, node_name: str, now: datetime) -> int:
+    """Whole free cards on a node that are not held for anybody and not kept by a line for others."""
+    node = state.books.fleet.nodes.get(node_name)
+    if node is None:
+        return 0
+    return sum(len(state.books.fleet.free_cards(node, card_type)) for card_type in node.rows)

@@ -36,6 +36,12 @@ def exact(value: float | int | str) -> Amount:
     return number.numerator if number.denominator == 1 else number
 
 
+def exact_ratio(numerator: int, denominator: int) -> Amount:
+    """A ratio of integers, exactly."""
+    number = Fraction(numerator, denominator)
+    return number.numerator if number.denominator == 1 else number
+
+
 def plain(value: Amount) -> int | float:
     """A number for people and for JSON."""
     return value if isinstance(value, int) else (value.numerator if value.denominator == 1 else float(value))

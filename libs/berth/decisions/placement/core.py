@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime, timedelta
-from hashlib import blake2b
+from datetime import datetime, timedelta
 from typing import Any, ClassVar
 
 from berth.contracts.envelope import Envelope, Fact
@@ -23,26 +22,26 @@ from berth.contracts.events import (
     JobCancelled,
     JobCancelRequested,
     JobFailed,
-    JobPlaced,
     JobReclaimed,
     JobRequeued,
     JobRunning,
     JobStopping,
-    JobWaiting,
     NodeChanged,
     PolicyActivated,
-    Receipt,
 )
-from berth.contracts.reasons import Code, Reason, because
+from berth.contracts.reasons import Code, because
 from berth.contracts.requests import JobExplained, LedgerAnswer, QuotaAnswer
-from berth.decisions.core import DECISIONS_VERSION, Core, Outbox, Record, Settled
-from berth.decisions.explain.waits import explain_job, quota_answer
-from berth.decisions.placement.claim import Claim, claim_of, plain
+from berth.decisions.core import Core, Settled
+from berth.decisions.explain.waits import explain_job, free_on_node, quota_answer
+from berth.decisions.placement.claim import claim_of, plain
 from berth.decisions.placement.jobs import MICROSECONDS, Job, Phase, job_from_json, micros, moment
 from berth.decisions.placement.ledger import Ledger
-from berth.decisions.placement.turn import Turn, could_fit, take_turn, to_assignments
+from berth.decisions.placement.round import Round
+from berth.decisions.placement.state import State
+from berth.decisions.placement.turn import Turn
 from berth.decisions.policy.document import Policy
-from berth.decisions.queueing.waiting import Group, WaitingSet
+from berth.decisions.queueing.planned import plans_from
+from berth.decisions.queueing.waiting import WaitingSet
 
 CANCELS_KEPT = timedelta(days=7)
 """How long a cancel request for an unknown job is kept: as long as the stream could still bring that job."""
@@ -50,10 +49,9 @@ CANCELS_KEPT = timedelta(days=7)
 START_COUNTS_AS_PLACED = MICROSECONDS
 """A start so soon after its placement is not recorded of its own: most are, and each record costs a write."""
 
-TOLD_PER_GROUP = 16
-"""Jobs of one group that are told at once when the reasons of the whole group change."""
-
 _FINAL_OUTCOMES = frozenset({AttemptOutcome.SUCCEEDED, AttemptOutcome.CANCELLED, AttemptOutcome.RECLAIMED})
+_LOST_OUTCOMES = frozenset({AttemptOutcome.LOST, AttemptOutcome.NEVER_STARTED})
+_WAITING_PHASES = frozenset({Phase.WAITING, Phase.RESTING, Phase.WITHDRAWN})
 
 
 class PlacementCore(Core):
@@ -77,23 +75,12 @@ class PlacementCore(Core):
 
     def __init__(self) -> None:
         """Empty: no nodes, no policy, nobody waits."""
-        self.books = Ledger()
-        self.waiting = WaitingSet()
-        self.jobs: dict[str, Job] = {}
-        self.policy = Policy()
-        self.state_version = 0
-        self._policy_version = 0
-        self._fence = 0
-        self._claims: dict[Claim, Claim] = {}
+        self.state = State()
         self._cancels: dict[str, tuple[int, str]] = {}
-        self._resting: list[tuple[int, str]] = []
-        self._fresh: dict[str, Job] = {}
-        self._out = Outbox()
-        self._touched: dict[str, None] = {}
-        self._records: dict[tuple[str, str], Any] = {}
+        self._wakes: list[tuple[int, str]] = []
+        self._rule_wake = 0
+        self._boundary: datetime | None = None
         self._timers = 0
-        self._cause = ""
-        self._now = datetime.fromtimestamp(0, UTC)
         self._handlers: dict[type[Fact], Callable[[Envelope[Any], datetime], None]] = {
             AdmissionWithdrawn: self._on_withdrawn,
             AttemptEnded: self._on_attempt_ended,
@@ -112,22 +99,46 @@ class PlacementCore(Core):
     @property
     def policy_version(self) -> int:
         """Version of the policy in force; 0: none yet."""
-        return self._policy_version
+        return self.state.policy_version
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self.state.policy
+
+    @property
+    def books(self) -> Ledger:
+        """The allocation ledger."""
+        return self.state.books
+
+    @property
+    def waiting(self) -> WaitingSet:
+        """The waiting jobs that nobody makes room for."""
+        return self.state.waiting
+
+    @property
+    def jobs(self) -> dict[str, Job]:
+        """All jobs that are not over."""
+        return self.state.jobs
+
+    @property
+    def state_version(self) -> int:
+        """Events applied so far."""
+        return self.state.state_version
 
     def apply(self, event: Envelope[Any], *, now: datetime) -> None:
         """Take in one event."""
         handler = self._handlers.get(type(event.data))
         if handler is None:
             return
-        self._cause, self._now = event.id, now
+        self.state.cause, self.state.now = event.id, now
         handler(event, now)
-        self.state_version += 1
+        self.state.state_version += 1
 
-    # ------------------------------------------------------------------------------------------------ events
+    # ---------------------------------------------------------------------------------------- coming into the queue
     def _on_admitted(self, event: Envelope[Any], now: datetime) -> None:
         data: JobAdmitted = event.data
-        claim = claim_of(data.spec)
-        claim = self._claims.setdefault(claim, claim)
+        claim = self.state.claim(claim_of(data.spec))
         job = self.jobs.get(data.job_id)
         if job is not None:
             if job.phase is not Phase.WITHDRAWN:
@@ -141,54 +152,21 @@ class PlacementCore(Core):
 
     def _compete(self, job: Job) -> None:
         """Let a job wait, or end it where a cancel request has come before it."""
-        self._touched[job.id] = None
+        self.state.touch(job)
         cancel = self._cancels.get(job.id)
         if cancel is not None:
             self._cancel(job, cancel[1])
             return
         job.phase, job.not_before = Phase.WAITING, 0
         self.waiting.add(job.claim, job.submitted, job.id)
-        self._fresh[job.id] = job
+        self.state.fresh[job.id] = job
+        self._plan_wake(job)
 
-    def _cancel(self, job: Job, requested_by: str) -> None:
-        self._emit(job, JobCancelled(job_id=job.id, attempt=job.attempt, requested_by=requested_by, ended_at=self._now))
-        self._forget(job)
-
-    def _forget(self, job: Job) -> None:
-        """Drop a job that is over; nothing of it stays."""
-        self.waiting.remove(job.claim, job.submitted, job.id)
-        self._fresh.pop(job.id, None)
-        self.jobs.pop(job.id, None)
-        self._touched[job.id] = None
-        self._drop_cancel(job.id)
-
-    def _drop_cancel(self, job_id: str) -> None:
-        if self._cancels.pop(job_id, None) is not None:
-            self._records["cancel", job_id] = None
-
-    def _on_cancel_requested(self, event: Envelope[Any], now: datetime) -> None:
-        data: JobCancelRequested = event.data
-        job = self.jobs.get(data.job_id)
-        if job is not None and job.phase in (Phase.WAITING, Phase.RESTING, Phase.WITHDRAWN):
-            job.cause = event.id
-            self._cancel(job, data.requested_by)
-            return
-        self._cancels[data.job_id] = (micros(now), data.requested_by)
-        self._records["cancel", data.job_id] = [micros(now), data.requested_by]
-
-    def _on_over(self, event: Envelope[Any], now: datetime) -> None:
-        job = self.jobs.get(event.data.job_id)
-        self._drop_cancel(event.data.job_id)
-        if job is not None and job.phase is not Phase.PLACED:
-            self._forget(job)
-
-    def _on_withdrawn(self, event: Envelope[Any], now: datetime) -> None:
-        job = self.jobs.get(event.data.job_id)
-        if job is not None and job.phase in (Phase.WAITING, Phase.RESTING):
-            self.waiting.remove(job.claim, job.submitted, job.id)
-            self._fresh.pop(job.id, None)
-            job.phase = Phase.WITHDRAWN
-            self._touched[job.id] = None
+    def _plan_wake(self, job: Job) -> None:
+        """A job that waits for long enough gets a planned start: be there when it has."""
+        since = plans_from(self.policy.for_class(job.claim.job_class), job.submitted)
+        if since is not None and since > micros(self.state.now):
+            heapq.heappush(self._wakes, (since, job.id))
 
     def _on_requeued(self, event: Envelope[Any], now: datetime) -> None:
         data: JobRequeued = event.data
@@ -198,7 +176,7 @@ class PlacementCore(Core):
         if job.phase is Phase.PLACED:
             # Told before the release it rests on; kept until the cards are free.
             job.not_before = max(micros(data.not_before), 1)
-            self._touched[job.id] = None
+            self.state.touch(job)
         elif job.phase is Phase.BETWEEN:
             job.cause = event.id
             self._come_back(job, micros(data.not_before), now)
@@ -208,27 +186,85 @@ class PlacementCore(Core):
             self._compete(job)
             return
         job.phase, job.not_before = Phase.RESTING, not_before
-        heapq.heappush(self._resting, (not_before, job.id))
-        self._touched[job.id] = None
-        self._tell(job, (because(Code.BACKOFF, until=moment(not_before).isoformat()),))
+        heapq.heappush(self._wakes, (not_before, job.id))
+        self.state.touch(job)
+        self.state.tell_waiting(job, (because(Code.BACKOFF, until=moment(not_before).isoformat()),))
 
+    # ---------------------------------------------------------------------------------------------- leaving for good
+    def _on_cancel_requested(self, event: Envelope[Any], now: datetime) -> None:
+        data: JobCancelRequested = event.data
+        job = self.jobs.get(data.job_id)
+        if job is not None and job.phase in _WAITING_PHASES:
+            job.cause = event.id
+            self._cancel(job, data.requested_by)
+            return
+        if job is not None:
+            self._want_no_more(job)
+        self._cancels[data.job_id] = (micros(now), data.requested_by)
+        self.state.record("cancel", data.job_id, [micros(now), data.requested_by])
+
+    def _cancel(self, job: Job, requested_by: str) -> None:
+        self.state.emit(
+            job,
+            JobCancelled(job_id=job.id, attempt=job.attempt, requested_by=requested_by, ended_at=self.state.now),
+        )
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        """Drop a job that is over; nothing of it stays."""
+        self._stop_waiting(job)
+        self.state.short.pop(job.id, None)
+        self.jobs.pop(job.id, None)
+        self.state.touch(job)
+        self._drop_cancel(job.id)
+
+    def _stop_waiting(self, job: Job) -> None:
+        """Take a job out of the queue, with the room that is held for it."""
+        self.waiting.remove(job.claim, job.submitted, job.id)
+        self.state.fresh.pop(job.id, None)
+        self.state.drop_plan(job.id)
+
+    def _want_no_more(self, job: Job) -> None:
+        """A running job gets no more workers."""
+        if job.missing:
+            job.missing = ()
+            self._stop_waiting(job)
+            self.state.short.pop(job.id, None)
+            self.state.touch(job)
+
+    def _drop_cancel(self, job_id: str) -> None:
+        if self._cancels.pop(job_id, None) is not None:
+            self.state.record("cancel", job_id, None)
+
+    def _on_over(self, event: Envelope[Any], now: datetime) -> None:
+        job = self.jobs.get(event.data.job_id)
+        self._drop_cancel(event.data.job_id)
+        if job is not None and not job.held:
+            self._forget(job)
+
+    def _on_withdrawn(self, event: Envelope[Any], now: datetime) -> None:
+        job = self.jobs.get(event.data.job_id)
+        if job is not None and job.phase in (Phase.WAITING, Phase.RESTING):
+            self._stop_waiting(job)
+            job.phase = Phase.WITHDRAWN
+            self.state.touch(job)
+
+    # ------------------------------------------------------------------------------------------------------ attempts
     def _on_attempt_ended(self, event: Envelope[Any], now: datetime) -> None:
         data: AttemptEnded = event.data
         job = self.jobs.get(data.job_id)
-        if job is None or job.phase is not Phase.PLACED or (job.attempt, job.fence) != (data.attempt, data.fence):
+        if job is None or job.phase is not Phase.PLACED or job.attempt != data.attempt:
+            return
+        if data.workers is not None:
+            self._workers_ended(job, data, event.id)
             return
         job.cause = event.id
-        freed = self.books.release(job, data.workers)
-        self._emit(
-            job,
-            AllocationReleased(
-                job_id=job.id, attempt=job.attempt, fence=job.fence, workers=data.workers, gpus=plain(freed)
-            ),
-        )
-        self._touched[job.id] = None
-        if job.held:
-            return
-        job.started_at, job.placed_at, job.is_stopping, job.told = 0, 0, False, None
+        self._want_no_more(job)
+        freed = self.books.release(job)
+        self.state.emit(job, AllocationReleased(job_id=job.id, attempt=job.attempt, fence=job.fence, gpus=plain(freed)))
+        self.state.touch(job)
+        self.state.short.pop(job.id, None)
+        job.started_at, job.placed_at, job.leaving, job.told = 0, 0, frozenset(), None
         if data.outcome in _FINAL_OUTCOMES:
             self._forget(job)
             return
@@ -237,238 +273,226 @@ class PlacementCore(Core):
         if requeued:
             self._come_back(job, requeued, now)
 
+    def _workers_ended(self, job: Job, data: AttemptEnded, cause: str) -> None:
+        """Some workers are gone, the rest goes on; whether they come again depends on why they went."""
+        gone = tuple(
+            held.worker for held in job.held if held.worker in (data.workers or ()) and held.fence <= data.fence
+        )
+        if not gone:
+            return
+        job.cause = cause
+        freed = self.books.release(job, gone)
+        job.leaving = job.leaving - set(gone)
+        self.state.emit(
+            job,
+            AllocationReleased(job_id=job.id, attempt=job.attempt, fence=data.fence, workers=gone, gpus=plain(freed)),
+        )
+        self.state.touch(job)
+        shape = job.claim.shape
+        if job.is_leaving or job.id in self._cancels:
+            return
+        if not shape.is_gang:
+            if data.outcome is AttemptOutcome.PREEMPTED or data.outcome in _LOST_OUTCOMES:
+                job.missing = tuple(sorted({*job.missing, *gone}))
+                self.waiting.wake([self.waiting.add(job.claim, job.submitted, job.id)])
+        elif shape.min_workers is None and data.outcome in _LOST_OUTCOMES:
+            job.missing = tuple(sorted({*job.missing, *gone}))
+            self.state.short[job.id] = job
+
     def _on_running(self, event: Envelope[Any], now: datetime) -> None:
         job = self.jobs.get(event.data.job_id)
         if job is None or job.phase is not Phase.PLACED or job.attempt != event.data.attempt:
             return
         started = micros(event.data.started_at)
-        if started - job.since > START_COUNTS_AS_PLACED:
+        if started - job.placed_at > START_COUNTS_AS_PLACED and not job.started_at:
             job.started_at = started
-            self._touched[job.id] = None
+            self.state.touch(job)
 
     def _on_stopping(self, event: Envelope[Any], now: datetime) -> None:
         data: JobStopping = event.data
         job = self.jobs.get(data.job_id)
-        if job is not None and job.phase is Phase.PLACED and job.attempt == data.attempt and data.workers is None:
-            job.is_stopping = True
-            self._touched[job.id] = None
+        if job is None or job.phase is not Phase.PLACED or job.attempt != data.attempt:
+            return
+        before = job.leaving
+        self.books.mark_leaving(job, data.workers)
+        if data.workers is None:
+            self._want_no_more(job)
+        if job.leaving != before:
+            self.state.touch(job)
 
+    # ----------------------------------------------------------------------------------------------- nodes and policy
     def _on_node_changed(self, event: Envelope[Any], now: datetime) -> None:
         data: NodeChanged = event.data
         if self.books.fleet.change(data):
-            self._records["node", data.node] = data.model_dump(mode="json", exclude_defaults=True)
+            self.state.record("node", data.node, data.model_dump(mode="json", exclude_defaults=True))
             self.books.dirty_types.update(self.books.fleet.nodes[data.node].rows)
 
     def _on_policy(self, event: Envelope[Any], now: datetime) -> None:
         data: PolicyActivated = event.data
-        if data.policy_version <= self._policy_version:
+        if data.policy_version <= self.policy_version:
             return
-        self._set_policy(data.policy_version, data.document)
-        self._records["policy", "active"] = {"version": data.policy_version, "document": data.document}
+        for tenant in self.state.set_policy(data.policy_version, data.document, micros(now)):
+            self.state.record_usage(tenant)
+        self.state.record("policy", "active", {"version": data.policy_version, "document": data.document})
+        self.state.cuts_due = True
         self.waiting.wake_all()
+        self.books.dirty_types.update(self.books.fleet.pools)
+        for job in self.jobs.values():
+            if job.phase is Phase.WAITING:
+                self._plan_wake(job)
+        self._boundary = None
 
-    def _set_policy(self, version: int, document: dict[str, Any]) -> None:
-        self.policy = Policy.from_document(document)
-        self._policy_version = version
-        self.books.quota.set_policy(self.policy)
-
-    # ------------------------------------------------------------------------------------------------ the pass
+    # ------------------------------------------------------------------------------------------------ time and passes
     def settle(self, *, now: datetime) -> Settled:
-        """Fire timers, then give every group that is awake its turn."""
-        self._now = now
+        """Fire timers, then give everything that could have a new answer its turn."""
+        self.state.now = now
         self._fire(now)
         self._pass()
-        timers, self._timers, self._cause = self._timers, 0, ""
-        return Settled(self._out.drain(), self._drain_records(), timers)
+        self._note_wakes()
+        timers, self._timers, self.state.cause = self._timers, 0, ""
+        return Settled(self.state.out.drain(), self.state.drain_records(), timers)
+
+    def _pass(self) -> None:
+        this = Round(self.state)
+        this.run()
+        self._rule_wake = this.rule_wake
+
+    def _place(self, job: Job, turn: Turn) -> None:
+        """Put a waiting job where a turn says; for shells that know places beforehand."""
+        Round(self.state).start(job, turn)
 
     def _fire(self, now: datetime) -> None:
         due = micros(now)
-        while self._resting and self._resting[0][0] <= due:
-            at, job_id = heapq.heappop(self._resting)
-            job = self.jobs.get(job_id)
-            if job is not None and job.phase is Phase.RESTING and job.not_before == at:
-                self._timers += 1
-                self._compete(job)
-        old = due - CANCELS_KEPT // timedelta(microseconds=1)
-        while self._cancels:
-            job_id, (at, _) = next(iter(self._cancels.items()))
-            if at > old:
-                break
-            if job_id in self.jobs:
-                by = self._cancels.pop(job_id)[1]
-                self._cancels[job_id] = (due, by)
-                self._records["cancel", job_id] = [due, by]
-                continue
-            self._drop_cancel(job_id)
-
-    def next_timer(self) -> datetime | None:
-        """When the first resting job may compete again."""
-        while self._resting:
-            at, job_id = self._resting[0]
-            job = self.jobs.get(job_id)
-            if job is not None and job.phase is Phase.RESTING and job.not_before == at:
-                return moment(at)
-            heapq.heappop(self._resting)
-        return None
-
-    def _pass(self) -> None:
-        if self._policy_version == 0:
-            return
-        self._wake_by_room()
-        heap = [(self._order(group), group) for group in self.waiting.awake.values()]
-        heapq.heapify(heap)
-        self.waiting.awake = {}
-        while heap:
-            _, group = heapq.heappop(heap)
-            turn = take_turn(group.claim, self.books, self.policy)
-            if turn.held is None:
-                self._defer(group, turn)
-                continue
-            self._place(self.jobs[group.head[1]], turn)
-            if group.jobs:
-                heapq.heappush(heap, (self._order(group), group))
-        self._tell_fresh()
-        self.waiting.awake = {}
-
-    def _wake_by_room(self) -> None:
-        """Something was freed or changed: wake those it may be enough for."""
-        for card_type in sorted(self.books.dirty_types):
-            for shape, groups in self.waiting.shapes(card_type):
-                if could_fit(shape, self.books, self.policy):
-                    self.waiting.wake(groups.values())
-        self.books.dirty_types = set()
-
-    def _order(self, group: Group) -> tuple[int, int, str]:
-        submitted, job_id = group.head
-        return (-group.claim.priority, submitted, job_id)
-
-    def _place(self, job: Job, turn: Turn) -> None:
-        assert turn.held is not None
-        self.waiting.remove(job.claim, job.submitted, job.id)
-        self._fresh.pop(job.id, None)
-        self._fence += 1
-        job.phase, job.attempt, job.fence = Phase.PLACED, job.attempt + 1, self._fence
-        job.placed_at, job.started_at, job.told, job.is_stopping = micros(self._now), 0, None, False
-        self.books.take(job, turn.held)
-        self._touched[job.id] = None
-        assignments = to_assignments(turn.held)
-        inputs = ";".join(f"{h.worker}@{h.node}:{','.join(h.gpus)}" for h in turn.held)
-        receipt = Receipt(
-            policy_version=self._policy_version,
-            state_version=self.state_version,
-            decisions_version=DECISIONS_VERSION,
-            candidates=tuple(turn.candidates),
-            filtered=turn.filtered,
-            digest=self._digest(f"{job.id}/{job.attempt}/{job.fence}|{inputs}"),
-        )
-        self._emit(
-            job,
-            JobPlaced(job_id=job.id, attempt=job.attempt, fence=job.fence, assignments=assignments, receipt=receipt),
-        )
-
-    def _defer(self, group: Group, turn: Turn) -> None:
-        """Keep the answer, and tell the first jobs of the group where its codes have changed."""
-        group.reasons = tuple(turn.reasons)
-        for _, job_id in group.jobs[:TOLD_PER_GROUP]:
-            self._tell(self.jobs[job_id], group.reasons)
-
-    def _tell_fresh(self) -> None:
-        """Every job that began to wait in this batch is told why."""
-        for job in self._fresh.values():
-            group = self.waiting.group(job.claim)
-            if group is None:
-                continue
-            if not group.reasons:
-                group.reasons = tuple(take_turn(job.claim, self.books, self.policy).reasons)
-            self._tell(job, group.reasons)
-        self._fresh = {}
-
-    def _tell(self, job: Job, reasons: tuple[Reason, ...]) -> None:
-        codes = tuple(sorted({reason.code for reason in reasons}))
-        if job.told == codes:
-            return
-        job.told = codes
-        self._touched[job.id] = None
-        receipt = Receipt(
-            policy_version=self._policy_version,
-            state_version=self.state_version,
-            decisions_version=DECISIONS_VERSION,
-            digest=self._digest(f"{job.id}/{job.attempt}|{','.join(codes)}"),
-        )
-        self._emit(job, JobWaiting(job_id=job.id, reasons=reasons, attempt=job.attempt, receipt=receipt))
-
-    def _digest(self, text: str) -> str:
-        head = f"{self._policy_version}.{self.state_version}.{DECISIONS_VERSION}|"
-        return blake2b((head + text).encode(), digest_size=8).hexdigest()
-
-    def _emit(self, job: Job, data: Fact) -> None:
-        self._out.emit(
-            data,
-            job.id,
-            tenant=job.claim.tenant,
-            actor="service:placement",
-            cause=job.cause or self._cause,
-            trace=job.trace,
-        )
-
-    # ------------------------------------------------------------------------------------------------ records
-    def _drain_records(self) -> list[Record]:
-        if not self._touched and not self._records:
-            return []
-        records = [Record(kind, key, body) for (kind, key), body in self._records.items()]
-        for job_id in self._touched:
+        while self._wakes and self._wakes[0][0] <= due:
+            at, job_id = heapq.heappop(self._wakes)
             job = self.jobs.get(job_id)
             if job is None:
-                self._out.counters.pop(job_id, None)
-                records.append(Record("job", job_id, None))
-            else:
-                job.cause = ""
-                records.append(Record("job", job_id, job.to_json(self._out.counters.get(job_id, 0))))
-        records.append(Record("meta", "counters", {"fence": self._fence, "state_version": self.state_version}))
-        self._touched, self._records = {}, {}
-        if len(self._claims) > 2 * len(self.jobs) + 1000:
-            self._claims = {job.claim: job.claim for job in self.jobs.values()}
-        return records
+                continue
+            if job.phase is Phase.RESTING and job.not_before == at:
+                self._timers += 1
+                self._compete(job)
+            elif job.phase is Phase.WAITING:
+                group = self.waiting.group(job.claim)
+                if group is not None:
+                    self._timers += 1
+                    self.waiting.wake([group])
+        if self._boundary is None:
+            self._boundary = self.state.keeper.next_change(now - timedelta(microseconds=1))
+        while self._boundary is not None and self._boundary <= now:
+            self._timers += 1
+            self.waiting.wake_all()
+            self.books.dirty_types.update(self.books.fleet.pools)
+            self.state.touch_meta()
+            self._boundary = self.state.keeper.next_change(now)
+        if self._rule_wake and self._rule_wake <= due:
+            self._timers += 1
+        self._age_cancels(due)
 
+    def _age_cancels(self, due: int) -> None:
+        old = due - CANCELS_KEPT // timedelta(microseconds=1)
+        while self._cancels:
+            job_id, (at, by) = next(iter(self._cancels.items()))
+            if at > old:
+                return
+            if job_id not in self.jobs:
+                self._drop_cancel(job_id)
+                continue
+            del self._cancels[job_id]
+            self._cancels[job_id] = (due, by)
+            self.state.record("cancel", job_id, [due, by])
+
+    def _note_wakes(self) -> None:
+        """Rules that end by themselves: have the jobs they hold back tried again then."""
+        for at, job_id in self.state.wakes:
+            heapq.heappush(self._wakes, (at, job_id))
+        self.state.wakes = []
+
+    def next_timer(self) -> datetime | None:
+        """When a job may compete again, a rule ends, or a window opens or closes."""
+        while self._wakes and self.jobs.get(self._wakes[0][1]) is None:
+            heapq.heappop(self._wakes)
+        times = [moment(self._wakes[0][0])] if self._wakes else []
+        if self._rule_wake:
+            times.append(moment(self._rule_wake))
+        if self._boundary is not None:
+            times.append(self._boundary)
+        return min(times, default=None)
+
+    # ------------------------------------------------------------------------------------------------------- restore
     def restore(self, records: Iterable[tuple[str, str, Any]], *, now: datetime) -> None:
-        """Rebuild nodes first, then policy, jobs and the ledger they make up."""
+        """Rebuild nodes first, then policy, jobs and the ledger they make up, then the room that is held."""
+        state = self.state
         by_kind: dict[str, list[tuple[str, Any]]] = {}
         for kind, key, body in records:
             by_kind.setdefault(kind, []).append((key, body))
-        for _, body in sorted(by_kind.get("node", ())):
-            self.books.fleet.change(NodeChanged.model_validate(body))
-        for _, body in by_kind.get("policy", ()):
-            self._set_policy(body["version"], body["document"])
+        for entries in by_kind.values():
+            entries.sort(key=lambda entry: entry[0])
+        at = now
         for _, body in by_kind.get("meta", ()):
-            self._fence, self.state_version = body["fence"], body["state_version"]
-        for job_id, body in sorted(by_kind.get("job", ()), key=lambda entry: entry[0]):
+            state.fence, state.state_version, state.plan_number = body["fence"], body["state_version"], body["plan"]
+            state.open_windows = list(body["open"])
+            state.out.counters.update(body["windows"])
+            at = moment(body["at"])
+        state.now = at
+        for _, body in by_kind.get("node", ()):
+            self.books.fleet.change(NodeChanged.model_validate(body))
+        for tenant, body in by_kind.get("usage", ()):
+            state.restore_usage(tenant, body)
+        for line, body in by_kind.get("share", ()):
+            state.restore_share(line, body)
+        for _, body in by_kind.get("policy", ()):
+            state.set_policy(body["version"], body["document"], micros(at))
+        for uuid, body in by_kind.get("cut", ()):
+            self.books.fleet.nodes[body["node"]].by_uuid[uuid].cut = dict(body["cut"])
+        for job_id, body in by_kind.get("job", ()):
             self._restore_job(job_id, body)
+        for job_id, body in by_kind.get("plan", ()):
+            state.restore_plan(job_id, body)
         cancels = [(body[0], job_id, body[1]) for job_id, body in by_kind.get("cancel", ())]
-        self._cancels = {job_id: (at, by) for at, job_id, by in sorted(cancels)}
+        self._cancels = {job_id: (at_, by) for at_, job_id, by in sorted(cancels)}
         self.waiting.awake = {}
         self.books.dirty_types = set()
+        self.books.dirty_tenants = {}
+        state.fresh = {}
+        self._boundary = state.keeper.next_change(at)
+        self._rule_wake = micros(at) if state.keeper.clearings(at) else 0
+        if state.keeps_order:
+            self.waiting.wake_all()
 
     def _restore_job(self, job_id: str, body: dict[str, Any]) -> None:
-        job = job_from_json(job_id, body, self._claims)
+        state = self.state
+        job = job_from_json(job_id, body, state.claims)
         self.jobs[job_id] = job
-        self._out.counters[job_id] = body["n"]
+        state.out.counters[job_id] = body["n"]
         if job.phase is Phase.WAITING:
             self.waiting.add(job.claim, job.submitted, job_id)
+            self._plan_wake(job)
+            if job.wake_at:
+                heapq.heappush(self._wakes, (job.wake_at, job_id))
         elif job.phase is Phase.RESTING:
-            heapq.heappush(self._resting, (job.not_before, job_id))
+            heapq.heappush(self._wakes, (job.not_before, job_id))
         held, job.held = job.held, []
         if held:
             self.books.take(job, held)
+        if job.missing and job.phase is Phase.PLACED:
+            if job.claim.shape.is_gang:
+                state.short[job_id] = job
+            else:
+                self.waiting.add(job.claim, job.submitted, job_id)
 
-    # ---------------------------------------------------------------------------------------------- questions
+    # ----------------------------------------------------------------------------------------------------- questions
     def explain(self, job_id: str, now: datetime) -> JobExplained:
         """Why a job waits, now."""
-        return explain_job(self, job_id, now)
+        return explain_job(self.state, job_id, now)
 
     def quota(self, tenant: str | None = None, now: datetime | None = None) -> QuotaAnswer:
         """Who holds what; `tenant` None: every tenant."""
-        return quota_answer(self, tenant, now)
+        return quota_answer(self.state, tenant, now)
 
     def ledger(self, node: str | None = None) -> LedgerAnswer:
         """Which cards are held, by whom."""
         return self.books.answer(node, self.state_version)
+
+    def free(self, node: str, now: datetime) -> int:
+        """Whole cards that a new job of no special claim could get on a node."""
+        return free_on_node(self.state, node, now)

@@ -1,39 +1,157 @@
-"""Where a gang of whole-card workers fits: pure search over free counts, nothing is taken here."""
+"""Where workers fit: pure search over free counts and cards, nothing is taken here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from berth.decisions.placement.claim import WorkerKind
-from berth.decisions.placement.fleet import _RANKS, Card, Node, TypePool
+from berth.decisions.placement.claim import Shape, WorkerKind
+from berth.decisions.placement.fleet import RANKS, Card, Fleet, Ints, Node, TypePool
 
 Row = int
+NODE_LEVEL = "node"
+LINKS_LEVEL = "links"
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """`workers` workers (numbers in the gang) of one kind on one node."""
+    """`workers` workers (numbers in the gang) of one kind on one node. group: link group they must stay in."""
 
     row: Row
     workers: tuple[int, ...]
     gpus: int
     role: str
+    group: int | None = None
+
+
+def number_workers(kinds: Sequence[WorkerKind]) -> list[tuple[WorkerKind, tuple[int, ...]]]:
+    """Each kind with the numbers of its workers in the gang."""
+    numbered, number = [], 0
+    for kind in kinds:
+        numbered.append((kind, tuple(range(number, number + kind.count))))
+        number += kind.count
+    return numbered
+
+
+Numbered = Sequence[tuple[WorkerKind, tuple[int, ...]]]
+
+
+def seat_shape(
+    pool: TypePool,
+    shape: Shape,
+    numbered: Numbered,
+    free: Ints,
+    fleet: Fleet,
+    *,
+    is_packed: bool,
+    open_rows: NDArray[np.bool_] | None = None,
+    when_empty: bool = False,
+) -> list[Seat] | None:
+    """Seats for all workers, in the topology domain that the shape asks for.
+
+    A domain is chosen like a node: the fullest that fits (or the emptiest, to spread). A preferred domain gives way to
+    the next wider level of the nodes' domains, then to no domain at all.
+
+    Args:
+        when_empty: look at link groups as if no card were held (for what could ever fit).
+    """
+    if shape.within is None:
+        return seat_workers(pool, numbered, free, is_packed=is_packed, open_rows=open_rows)
+    levels: list[str | None] = [shape.within]
+    if not shape.is_required:
+        levels += [*_wider(pool, shape.within), None]
+    for level in levels:
+        if level is None:
+            return seat_workers(pool, numbered, free, is_packed=is_packed, open_rows=open_rows)
+        for masked, group in _domains(pool, level, numbered, free, fleet, is_packed=is_packed, when_empty=when_empty):
+            seats = seat_workers(pool, numbered, masked, is_packed=is_packed, open_rows=open_rows)
+            if seats is not None:
+                return seats if group is None else [replace(seat, group=group) for seat in seats]
+    return None
+
+
+def _wider(pool: TypePool, level: str) -> list[str]:
+    """Levels above one, nearest first: link groups lie in nodes, nodes in the narrowest named level, and so on."""
+    named: list[str] = []
+    for node in pool.nodes:
+        named += [name for name in node.changed.domain if name not in named]
+    if level == LINKS_LEVEL:
+        return [NODE_LEVEL, *reversed(named)]
+    if level == NODE_LEVEL:
+        return list(reversed(named))
+    return list(reversed(named[: named.index(level)])) if level in named else []
+
+
+def _domains(
+    pool: TypePool, level: str, numbered: Numbered, free: Ints, fleet: Fleet, *, is_packed: bool, when_empty: bool
+) -> Iterator[tuple[Ints, int | None]]:
+    """Free cards masked to each domain with enough of them, best domain first, with the link group where it is one."""
+    needed = sum(kind.count * kind.gpus for kind, _ in numbered)
+    if level in (NODE_LEVEL, LINKS_LEVEL):
+        rows = np.flatnonzero(free >= needed)
+        sign = 1 if is_packed else -1
+        order = rows[np.argsort(sign * free[rows] * RANKS + pool.rank[rows], kind="stable")]
+        for row in order.tolist():
+            if level == NODE_LEVEL:
+                yield _only(free, row, int(free[row])), None
+                continue
+            node = pool.nodes[row]
+            for group, count in group_room(node, pool.card_type, fleet, when_empty=when_empty):
+                if count >= needed:
+                    yield _only(free, row, count), group
+        return
+    totals = [(int(free[rows].sum()), name, rows) for name, rows in pool.domains(level).items()]
+    position = {name: at for at, (_, name, _) in enumerate(totals)}
+    for total, _, rows in sorted(totals, key=lambda t: (t[0] if is_packed else -t[0], position[t[1]])):
+        if total >= needed:
+            masked = np.zeros_like(free)
+            masked[rows] = free[rows]
+            yield masked, None
+
+
+def _only(free: Ints, row: Row, count: int) -> Ints:
+    masked = np.zeros_like(free)
+    masked[row] = count
+    return masked
+
+
+def group_room(node: Node, card_type: str, fleet: Fleet, *, when_empty: bool = False) -> list[tuple[int, int]]:
+    """Link groups of a node with their free cards, fewest first: what is broken is used before what is whole."""
+    if when_empty:
+        cards = [card for card in node.cards if card.card_type == card_type and card.mig is None]
+    else:
+        cards = fleet.free_cards(node, card_type)
+    group_of = {index: number for number, group in enumerate(node.groups) for index in group}
+    counts: dict[int, int] = {}
+    for card in cards:
+        number = group_of.get(card.index, -1 - card.index)
+        counts[number] = counts.get(number, 0) + 1
+    return sorted(counts.items(), key=lambda entry: (entry[1], entry[0] < 0, entry[0]))
+
+
+def largest_in_domain(pool: TypePool, level: str, fleet: Fleet) -> int:
+    """Most free cards in one domain of a level."""
+    if level == NODE_LEVEL:
+        return pool.largest_free()
+    if level == LINKS_LEVEL:
+        rooms = [group_room(node, pool.card_type, fleet) for node in pool.nodes]
+        return max((count for room in rooms for _, count in room), default=0)
+    return max((int(pool.free[rows].sum()) for rows in pool.domains(level).values()), default=0)
 
 
 def seat_workers(
     pool: TypePool,
-    kinds: Sequence[WorkerKind],
-    free: NDArray[np.int64],
+    numbered: Numbered,
+    free: Ints,
     *,
     is_packed: bool,
-    first_worker: int = 0,
     open_rows: NDArray[np.bool_] | None = None,
 ) -> list[Seat] | None:
-    """Seats for all workers of `kinds`, or None where not all of them fit.
+    """Seats for all workers, or None where not all of them fit.
 
     Larger workers choose first, so that small ones do not break the room they need. Pack takes the fullest node that
     fits, for each worker; since a node that was chosen is fuller than before, that means filling nodes in order of
@@ -41,56 +159,48 @@ def seat_workers(
 
     Args:
         free: free cards by row, as this job may use them (not changed).
-        first_worker: number of the first worker.
         open_rows: nodes that workers without GPUs may use; None: those that take work.
     """
     if open_rows is None:
         open_rows = pool.usable > 0
-    numbers: dict[int, range] = {}
-    number = first_worker
-    for position, kind in enumerate(kinds):
-        numbers[position] = range(number, number + kind.count)
-        number += kind.count
-    if len(kinds) == 1 and kinds[0].count == 1:
-        row = _one(pool, kinds[0].gpus, free, open_rows, is_packed=is_packed)
-        return None if row is None else [Seat(row, (first_worker,), kinds[0].gpus, kinds[0].role)]
+    if len(numbered) == 1 and numbered[0][0].count == 1:
+        kind, workers = numbered[0]
+        row = _one(pool, kind.gpus, free, open_rows, is_packed=is_packed)
+        return None if row is None else [Seat(row, workers, kind.gpus, kind.role)]
     left = free.copy()
     seats: list[Seat] = []
-    for position in sorted(range(len(kinds)), key=lambda p: -kinds[p].gpus):
-        kind = kinds[position]
+    for kind, workers in sorted(numbered, key=lambda entry: -entry[0].gpus):
         rows = _many(pool, kind, left, open_rows, is_packed=is_packed)
         if rows is None:
             return None
-        waiting = iter(numbers[position])
+        waiting = iter(workers)
         for row, count in rows:
             left[row] -= count * kind.gpus
             seats.append(Seat(row, tuple(next(waiting) for _ in range(count)), kind.gpus, kind.role))
     return seats
 
 
-def _one(
-    pool: TypePool, gpus: int, free: NDArray[np.int64], open_rows: NDArray[np.bool_], *, is_packed: bool
-) -> Row | None:
+def _one(pool: TypePool, gpus: int, free: Ints, open_rows: NDArray[np.bool_], *, is_packed: bool) -> Row | None:
     if not len(free):
         return None
-    key = (free if is_packed else -free) * _RANKS + pool.rank
+    key = (free if is_packed else -free) * RANKS + pool.rank
     fits = free >= gpus if gpus else open_rows
     row = int(np.where(fits, key, np.iinfo(np.int64).max).argmin())
     return row if fits[row] else None
 
 
 def _many(
-    pool: TypePool, kind: WorkerKind, free: NDArray[np.int64], open_rows: NDArray[np.bool_], *, is_packed: bool
+    pool: TypePool, kind: WorkerKind, free: Ints, open_rows: NDArray[np.bool_], *, is_packed: bool
 ) -> list[tuple[Row, int]] | None:
     candidates = np.flatnonzero(free >= kind.gpus if kind.gpus else open_rows)
     if not len(candidates):
         return None
     if kind.gpus == 0:
-        best = candidates[np.argmin(free[candidates] * _RANKS + pool.rank[candidates])]
+        best = candidates[np.argmin(free[candidates] * RANKS + pool.rank[candidates])]
         return [(int(best), kind.count)]
     if not is_packed:
         return _spread(pool, kind, free, candidates)
-    order = candidates[np.argsort(free[candidates] * _RANKS + pool.rank[candidates], kind="stable")]
+    order = candidates[np.argsort(free[candidates] * RANKS + pool.rank[candidates], kind="stable")]
     room = free[order] // kind.gpus
     filled = np.cumsum(room)
     if filled[-1] < kind.count:
@@ -102,11 +212,7 @@ def _many(
     return chosen
 
 
-def _spread(
-    pool: TypePool, kind: WorkerKind, free: NDArray[np.int64], candidates: NDArray[np.int64]
-) -> list[tuple[Row, int]] | None:
-    import heapq
-
+def _spread(pool: TypePool, kind: WorkerKind, free: Ints, candidates: Ints) -> list[tuple[Row, int]] | None:
     heap = [(-int(free[row]), int(pool.rank[row]), int(row)) for row in candidates]
     heapq.heapify(heap)
     chosen: dict[Row, int] = {}

@@ -1,7 +1,7 @@
 """The nodes and cards of a pool, and which cards are free, kept so that a search costs one array operation.
 
-A card is in one of these hands: nobody's, an attempt's, or held for a job that others make room for. Free counts cover
-whole cards that are nobody's, healthy, on a node that takes new work.
+A card is in one of these hands: nobody's, an attempt's, held for a job that others make room for, or shared out in
+parts. Free counts cover whole cards that are nobody's, healthy, on a node that takes new work.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from berth.contracts.events import NodeChanged
-from berth.contracts.nodes import GpuDescription, GpuHealthState, NodeState
+from berth.contracts.nodes import GpuDescription, GpuHealthState, MigLayout, NodeState
+from berth.decisions.placement.parts import Part, slice_room
 
 _PARTS = re.compile(r"(\d+)")
-_RANKS = 1 << 24
-"""More nodes than any pool has; keys are `free * _RANKS + rank`."""
+RANKS = 1 << 24
+"""More nodes than any pool has; keys are `free * RANKS + rank`."""
+Ints = NDArray[np.int64]
 
 
 def natural_key(name: str) -> tuple[object, ...]:
@@ -28,7 +31,8 @@ def natural_key(name: str) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class Card:
-    """One card. owner: job id of the attempt that holds it, or `hold:<job id>`; empty: nobody's."""
+    """One card. owner: job id of the attempt that holds it, or `hold:<job id>`; empty: nobody's. parts: who has which
+    part of it, by `<job id>/<worker>`. cut: slices cut so far, in use or not."""
 
     uuid: str
     index: int
@@ -37,11 +41,23 @@ class Card:
     health: GpuHealthState
     description: GpuDescription
     owner: str = ""
+    parts: dict[str, Part] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
     is_sound: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """A card is offered whole where it is healthy and not partitioned."""
         self.is_sound = self.health is GpuHealthState.HEALTHY and self.description.mig is None
+
+    @property
+    def mig(self) -> MigLayout | None:
+        """How it is partitioned, if it is."""
+        return self.description.mig
+
+    @property
+    def shared_out(self) -> Fraction:
+        """The part of it that is given out in shares."""
+        return sum((part.share for part in self.parts.values() if part.share), Fraction(0))
 
 
 @dataclass(slots=True)
@@ -60,19 +76,30 @@ class Node:
         """Whether it may get new work."""
         return self.changed.state is NodeState.READY and not self.changed.cordoned
 
+    def domain(self, level: str) -> str:
+        """Its place on a level; a node without one is its own domain."""
+        return self.changed.domain.get(level, f"={self.name}")
+
 
 @dataclass(slots=True)
 class TypePool:
-    """All nodes with cards of one type. Arrays are by row; a row is never reused for another node."""
+    """All nodes with cards of one type. Arrays are by row; a row is never reused for another node.
+
+    total: cards that could be whole, whatever their state. version: grows with each change of `free`.
+    """
 
     card_type: str
     nodes: list[Node] = field(default_factory=list)
-    free: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    usable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    total: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    _rank: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    free: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    usable: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    total: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     free_total: int = 0
     version: int = 0
+    shape_version: int = 0
+    _rank: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _by_rank: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _domains: dict[str, tuple[int, dict[str, Ints]]] = field(default_factory=dict)
+    _slots: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add_row(self, node: Node) -> int:
         """A row for a node that has just shown a card of this type."""
@@ -82,7 +109,7 @@ class TypePool:
         return len(self.nodes) - 1
 
     @property
-    def rank(self) -> NDArray[np.int64]:
+    def rank(self) -> Ints:
         """Place of each row's node among all names: ties end on it. Sorted anew only when nodes have joined."""
         if len(self._rank) != len(self.nodes):
             order = sorted(range(len(self.nodes)), key=lambda row: natural_key(self.nodes[row].name))
@@ -90,11 +117,32 @@ class TypePool:
             self._rank[order] = np.arange(len(order))
         return self._rank
 
+    @property
+    def by_rank(self) -> Ints:
+        """Rows in order of the nodes' names."""
+        if len(self._by_rank) != len(self.nodes):
+            self._by_rank = np.argsort(self.rank)
+        return self._by_rank
+
+    def domains(self, level: str) -> dict[str, Ints]:
+        """Rows of each domain of a level, in order of the domains' names."""
+        known = self._domains.get(level)
+        if known is None or known[0] != self.shape_version:
+            rows: dict[str, list[int]] = {}
+            for row, node in enumerate(self.nodes):
+                rows.setdefault(node.domain(level), []).append(row)
+            arrays = {name: np.array(rows[name], dtype=np.int64) for name in sorted(rows, key=natural_key)}
+            known = self._domains[level] = (self.shape_version, arrays)
+        return known[1]
+
     def slots(self, gpus: int) -> int:
-        """Workers of `gpus` cards each that fit now, node by node."""
+        """Workers of `gpus` cards each that fit now, node by node. Asked often between changes, so kept."""
         if gpus == 0:
             return 1 << 40 if len(self.nodes) else 0
-        return int((self.free // gpus).sum())
+        known = self._slots.get(gpus)
+        if known is None or known[0] != self.version:
+            known = self._slots[gpus] = (self.version, int((self.free // gpus).sum()))
+        return known[1]
 
     def largest_free(self) -> int:
         """Most free cards on one node."""
@@ -114,15 +162,19 @@ class Fleet:
         known = self.nodes.get(changed.node)
         if known is not None and known.changed.node_version >= changed.node_version:
             return False
-        owners = {card.uuid: card.owner for card in known.cards} if known else {}
+        node = known or Node(changed.node, changed, [], (), {})
+        before = node.by_uuid
         cards = [
-            Card(gpu.uuid, gpu.index, gpu.card_type, gpu.memory_mib, gpu.health, gpu, owners.get(gpu.uuid, ""))
+            Card(gpu.uuid, gpu.index, gpu.card_type, gpu.memory_mib, gpu.health, gpu)
             for gpu in sorted(changed.gpus, key=lambda gpu: gpu.index)
         ]
-        node = known or Node(changed.node, changed, [], (), {})
+        for card in cards:
+            old = before.get(card.uuid)
+            if old is not None:
+                card.owner, card.parts, card.cut = old.owner, old.parts, old.cut
         # A card that vanished while it is held stays on the books until its attempt has ended.
         present = {card.uuid for card in cards}
-        ghosts = [card for card in node.cards if card.owner and card.uuid not in present]
+        ghosts = [card for card in node.cards if (card.owner or card.parts) and card.uuid not in present]
         for ghost in ghosts:
             ghost.health, ghost.is_sound = GpuHealthState.QUARANTINED, False
         node.changed, node.cards, node.groups = changed, cards + ghosts, changed.link_groups
@@ -139,16 +191,17 @@ class Fleet:
         row = node.rows[pool.card_type]
         cards = [card for card in node.cards if card.card_type == pool.card_type]
         usable = [card for card in cards if card.is_sound]
-        free = sum(not card.owner for card in usable) if node.takes_work else 0
+        free = sum(not card.owner and not card.parts for card in usable) if node.takes_work else 0
         pool.free_total += free - int(pool.free[row])
         pool.free[row] = free
         pool.usable[row] = len(usable) if node.takes_work else 0
-        pool.total[row] = sum(card.description.mig is None for card in cards)
+        pool.total[row] = sum(card.mig is None for card in cards)
         pool.version += 1
+        pool.shape_version += 1
 
     def is_free(self, node: Node, card: Card) -> bool:
         """Whether a new job could get this card as a whole."""
-        return not card.owner and card.is_sound and node.takes_work
+        return not card.owner and not card.parts and card.is_sound and node.takes_work
 
     def take(self, node_name: str, uuids: Iterable[str], owner: str) -> None:
         """Put whole cards into somebody's hands. They must be nobody's, or held for that job.
@@ -159,29 +212,56 @@ class Fleet:
         node = self.nodes[node_name]
         cards = [node.by_uuid[uuid] for uuid in uuids]
         for card in cards:
-            if card.owner and card.owner != f"hold:{owner}":
+            if (card.owner and card.owner != f"hold:{owner}") or card.parts:
                 raise ValueError(f"gpu {card.uuid} on {node_name} is held by {card.owner}, not free for {owner}")
         for card in cards:
             if self.is_free(node, card):
                 self._count(node, card, -1)
             card.owner = owner
 
-    def release(self, node_name: str, uuids: Iterable[str], owner: str, *, to: str = "") -> list[str]:
-        """Take whole cards out of `owner`'s hands, into `to`'s (a hold) or nobody's; returns the card types."""
+    def release(self, node_name: str, uuids: Iterable[str], owner: str) -> None:
+        """Take whole cards out of `owner`'s hands; cards that are not in them are left alone."""
         node = self.nodes.get(node_name)
-        types: list[str] = []
         if node is None:
-            return types
+            return
         for uuid in uuids:
             card = node.by_uuid.get(uuid)
             if card is None or card.owner != owner:
                 continue
-            card.owner = to
-            if card.card_type not in types:
-                types.append(card.card_type)
+            card.owner = ""
             if self.is_free(node, card):
                 self._count(node, card, 1)
-        return types
+
+    def take_part(self, node_name: str, uuid: str, key: str, part: Part) -> None:
+        """Give a part of a card to a worker (`<job id>/<worker>`).
+
+        Raises:
+            ValueError: the card is held as a whole, or the part does not fit; nothing has changed then.
+        """
+        node = self.nodes[node_name]
+        card = node.by_uuid[uuid]
+        if card.owner:
+            raise ValueError(f"gpu {uuid} on {node_name} is held as a whole by {card.owner}")
+        if part.share is not None and card.shared_out + part.share > 1:
+            raise ValueError(f"gpu {uuid} on {node_name} has {1 - card.shared_out} left, {part.share} are asked for")
+        was_free = self.is_free(node, card)
+        card.parts[key] = part
+        if part.slice is not None:
+            used = sum(other.slice == part.slice for other in card.parts.values())
+            card.cut[part.slice] = max(card.cut.get(part.slice, 0), used)
+            if card.mig is not None:
+                slice_room(card).trim(card)
+        if was_free:
+            self._count(node, card, -1)
+
+    def release_part(self, node_name: str, uuid: str, key: str) -> None:
+        """Take a worker's part of a card back; nothing happens where it has none."""
+        node = self.nodes.get(node_name)
+        card = node.by_uuid.get(uuid) if node else None
+        if node is None or card is None or card.parts.pop(key, None) is None:
+            return
+        if self.is_free(node, card):
+            self._count(node, card, 1)
 
     def _count(self, node: Node, card: Card, by: int) -> None:
         pool = self.pools[card.card_type]
@@ -193,7 +273,11 @@ class Fleet:
         """Free whole cards of a type on a node, by index."""
         if not node.takes_work:
             return []
-        return [card for card in node.cards if not card.owner and card.is_sound and card.card_type == card_type]
+        return [
+            card
+            for card in node.cards
+            if not card.owner and card.is_sound and not card.parts and card.card_type == card_type
+        ]
 
     def all_cards(self) -> Iterator[tuple[Node, Card]]:
         """Every card with its node, in order of node names."""
@@ -203,5 +287,8 @@ class Fleet:
                 yield node, card
 
     def installed(self) -> dict[str, int]:
-        """Cards of each type ever registered and not gone, whatever their state."""
-        return {card_type: int(pool.total.sum()) for card_type, pool in sorted(self.pools.items())}
+        """Cards of each type ever registered and not gone, whatever their state; partitioned ones too."""
+        return {
+            card_type: sum(card.card_type == card_type for node in pool.nodes for card in node.cards)
+            for card_type, pool in sorted(self.pools.items())
+        }

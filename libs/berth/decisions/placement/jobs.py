@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from fractions import Fraction
 from typing import Any
 
 from berth.contracts.reasons import Code
 from berth.decisions.placement.claim import Amount, Claim, claim_from_json
+from berth.decisions.placement.parts import Part
 
 MICROSECONDS = 1_000_000
+ALL = -1
+"""Stands for every worker in `Job.leaving`."""
 
 
 def micros(moment: datetime) -> int:
@@ -39,7 +43,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Held:
-    """What one worker of a placed job holds."""
+    """What one worker of a placed job holds. part: of its only card; None: whole cards. fence: of its placement."""
 
     worker: int
     node: str
@@ -47,11 +51,19 @@ class Held:
     card_type: str
     role: str = ""
     amount: Amount = 0
+    part: Part | None = None
+    memory_mib: int = 0
+    fence: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Times in microseconds; 0: not yet. told: reason codes of the last JobWaiting."""
+    """Times in microseconds; 0: not yet.
+
+    told: reason codes of the last JobWaiting. missing: workers of a placed job that still want a place. leaving: workers
+    told to stop (`ALL`: the whole attempt), as far as placement knows or has asked for it. wake_at: when a rule that is
+    in the way now ends by itself.
+    """
 
     id: str
     claim: Claim
@@ -65,13 +77,24 @@ class Job:
     not_before: int = 0
     held: list[Held] = field(default_factory=list)
     told: tuple[Code, ...] | None = None
-    is_stopping: bool = False
+    missing: tuple[int, ...] = ()
+    leaving: frozenset[int] = frozenset()
+    wake_at: int = 0
     cause: str = ""
 
     @property
     def amount(self) -> Amount:
         """GPUs held."""
         return sum(held.amount for held in self.held)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the whole attempt was told to stop."""
+        return ALL in self.leaving
+
+    def leaves(self, worker: int) -> bool:
+        """Whether what this worker holds is coming free."""
+        return ALL in self.leaving or worker in self.leaving
 
     @property
     def since(self) -> int:
@@ -92,7 +115,7 @@ class Job:
             body["attempt"] = self.attempt
             body["fence"] = self.fence
         if self.held:
-            body["held"] = [_held_to_json(held) for held in self.held]
+            body["held"] = [held_to_json(held) for held in self.held]
             body["placed_at"] = self.placed_at
         if self.started_at:
             body["started_at"] = self.started_at
@@ -100,21 +123,41 @@ class Job:
             body["not_before"] = self.not_before
         if self.told is not None:
             body["told"] = [code.value for code in self.told]
-        if self.is_stopping:
-            body["stopping"] = True
+        if self.missing:
+            body["missing"] = list(self.missing)
+        if self.leaving:
+            body["leaving"] = sorted(self.leaving)
+        if self.wake_at:
+            body["wake_at"] = self.wake_at
         return body
 
 
-def _held_to_json(held: Held) -> list[Any]:
+def held_to_json(held: Held) -> list[Any]:
+    """The compact form that records hold."""
     amount: int | str = held.amount if isinstance(held.amount, int) else str(held.amount)
-    return [held.worker, held.node, list(held.gpus), held.card_type, held.role, amount]
+    body: list[Any] = [held.worker, held.node, list(held.gpus), held.card_type, held.role, amount, held.fence]
+    if held.part is not None:
+        share = None if held.part.share is None else str(held.part.share)
+        body += [share, held.part.slice, held.memory_mib]
+    return body
 
 
-def _held_from_json(body: list[Any]) -> Held:
-    from fractions import Fraction
-
-    worker, node, gpus, card_type, role, amount = body
-    return Held(worker, node, tuple(gpus), card_type, role, amount if isinstance(amount, int) else Fraction(amount))
+def held_from_json(body: list[Any]) -> Held:
+    """The reverse of `held_to_json`."""
+    worker, node, gpus, card_type, role, amount, fence = body[:7]
+    held = Held(
+        worker,
+        node,
+        tuple(gpus),
+        card_type,
+        role,
+        amount if isinstance(amount, int) else Fraction(amount),
+        fence=fence,
+    )
+    if len(body) > 7:
+        share, profile, held.memory_mib = body[7:]
+        held.part = Part(None if share is None else Fraction(share), profile)
+    return held
 
 
 def job_from_json(job_id: str, body: dict[str, Any], claims: dict[Claim, Claim]) -> Job:
@@ -131,7 +174,9 @@ def job_from_json(job_id: str, body: dict[str, Any], claims: dict[Claim, Claim])
         placed_at=body.get("placed_at", 0),
         started_at=body.get("started_at", 0),
         not_before=body.get("not_before", 0),
-        held=[_held_from_json(entry) for entry in body.get("held", ())],
+        held=[held_from_json(entry) for entry in body.get("held", ())],
         told=tuple(Code(code) for code in body["told"]) if "told" in body else None,
-        is_stopping=body.get("stopping", False),
+        missing=tuple(body.get("missing", ())),
+        leaving=frozenset(body.get("leaving", ())),
+        wake_at=body.get("wake_at", 0),
     )

@@ -11,25 +11,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from berth.contracts.reasons import Code, Reason, because
-from berth.decisions.placement.claim import Amount, exact, plain
+from berth.decisions.placement.claim import Amount, exact, exact_ratio, plain
 from berth.decisions.policy.document import Policy, TenantSettings
 
 
 @dataclass(slots=True)
 class Standing:
-    """One tenant on one card type. quota None: no limit. own: never lent."""
+    """One tenant on one card type. quota None: no limit. own: never lent.
+
+    used: held. leaving: of that, what was told to stop. claimed: promised to jobs that others make room for.
+    """
 
     quota: Amount | None
     own: Amount = 0
     borrow_limit: Amount | None = None
     used: Amount = 0
+    leaving: Amount = 0
     claimed: Amount = 0
     cohort: str | None = None
 
     @property
     def taken(self) -> Amount:
-        """Held, or promised to a job that others make room for."""
-        return self.used + self.claimed
+        """Held, or promised beyond what comes free: what is leaving still counts until it is gone."""
+        return self.used + max(self.claimed - self.leaving, 0)
 
     @property
     def borrowed(self) -> Amount:
@@ -46,6 +50,7 @@ class QuotaBook:
         self._standings: dict[tuple[str, str], Standing] = {}
         self._members: dict[str, list[str]] = {}
         self._pot: dict[tuple[str, str], Amount] = {}
+        self._memory_mib: dict[str, int] = {}
 
     def set_policy(self, policy: Policy) -> None:
         """Take new limits; use stays as it is."""
@@ -80,9 +85,34 @@ class QuotaBook:
             self._limit(found, self._policy.tenants.get(tenant), card_type)
         return found
 
-    def use(self, tenant: str, card_type: str, amount: Amount) -> None:
-        """Add to (or, negative, take from) what a tenant holds."""
-        self.of(tenant, card_type).used += amount
+    def use_memory(self, tenant: str, memory_mib: int) -> None:
+        """Add to (or, negative, take from) the card memory that a tenant holds."""
+        if memory_mib:
+            self._memory_mib[tenant] = self._memory_mib.get(tenant, 0) + memory_mib
+
+    def memory_gib(self, tenant: str) -> Amount:
+        """Card memory that a tenant holds."""
+        return exact_ratio(self._memory_mib.get(tenant, 0), 1024)
+
+    def memory_blocker(self, tenant: str, memory_mib: int) -> Reason | None:
+        """Why a tenant may not take so much card memory; None: it may."""
+        settings = self._policy.tenants.get(tenant)
+        if settings is None or settings.memory_quota_gib is None:
+            return None
+        quota = exact(settings.memory_quota_gib)
+        used, needed = self.memory_gib(tenant), exact_ratio(memory_mib, 1024)
+        if used + needed <= quota:
+            return None
+        return because(
+            Code.QUOTA_FULL,
+            remedy=_REMEDY,
+            needed=plain(needed),
+            quota=plain(quota),
+            used=plain(used),
+            free=plain(max(quota - used, 0)),
+            unit="GiB",
+            tenant=tenant,
+        )
 
     def members(self, cohort: str) -> Iterable[str]:
         """Tenants of a cohort."""
@@ -101,13 +131,15 @@ class QuotaBook:
         return found
 
     def pot_left(self, cohort: str, card_type: str) -> Amount:
-        """What of the pot nobody uses; negative after a cut."""
-        left = self.pot(cohort, card_type)
+        """What of the pot nobody uses, now and when all that leaves has left; negative after a cut."""
+        now: Amount = 0
+        then: Amount = 0
         for member in self.members(cohort):
             standing = self.of(member, card_type)
             if standing.quota is not None:
-                left -= max(standing.taken - standing.own, 0)
-        return left
+                now += max(standing.used - standing.own, 0)
+                then += max(standing.used - standing.leaving + standing.claimed - standing.own, 0)
+        return self.pot(cohort, card_type) - max(now, then)
 
     def can_hold_more(self, tenant: str, card_type: str) -> Amount | None:
         """How much more a tenant may take now; None: no limit; negative after a cut."""
@@ -120,6 +152,24 @@ class QuotaBook:
         if standing.borrow_limit is not None:
             room = min(room, standing.quota + standing.borrow_limit - standing.taken)
         return room
+
+    def excess(self, tenant: str, card_type: str) -> Amount:
+        """What a tenant holds beyond its quota and what it may borrow, after all that leaves has left."""
+        standing = self.of(tenant, card_type)
+        if standing.quota is None:
+            return 0
+        held = standing.used - standing.leaving
+        if standing.cohort is None:
+            return max(held - standing.quota, 0)
+        drawn: Amount = 0
+        for member in self.members(standing.cohort):
+            other = self.of(member, card_type)
+            if other.quota is not None:
+                drawn += max(other.used - other.leaving - other.own, 0)
+        over = min(drawn - self.pot(standing.cohort, card_type), held - standing.quota)
+        if standing.borrow_limit is not None:
+            over = max(over, held - standing.quota - standing.borrow_limit)
+        return max(over, 0)
 
     def can_borrow(self, tenant: str, card_type: str) -> Amount:
         """How much of `can_hold_more` goes beyond the own quota."""
