@@ -90,6 +90,7 @@ def doubts(policy: Policy) -> Iterator[Problem]:
     for where, settings in _levels(policy):
         yield from _void(settings, where)
         yield from _absurd(settings, where)
+    yield from _half_life(policy)
     yield from _without_cohort(policy)
     yield from _order(policy)
 
@@ -100,10 +101,6 @@ def _void(settings: ClassSettings, where: str) -> Iterator[Problem]:
     if queue.discipline == "strict" and queue.reserve_after is not None:
         yield Problem(
             f"{where}.queue.reserve_after", "has no effect where nobody overtakes", "remove it or use backfill"
-        )
-    if "half_life" in settings.fair_share.model_fields_set and settings.fair_share.basis != "history":
-        yield Problem(
-            f"{where}.fair_share.half_life", "has no effect unless basis is history", "set basis: history or remove it"
         )
     if lifetime.extensions and not lifetime.extend_by:
         yield Problem(
@@ -121,6 +118,24 @@ def _void(settings: ClassSettings, where: str) -> Iterator[Problem]:
         yield Problem(
             f"{where}.idle.gpu_util_at_least", "has no effect unless gpu_util counts", "add gpu_util to idle.counts"
         )
+
+
+def _half_life(policy: Policy) -> Iterator[Problem]:
+    """What a tenant has had fades alike, whichever class asks."""
+    fades = "half_life" in policy.defaults.fair_share.model_fields_set
+    if fades and not any(policy.for_class(job_class).fair_share.basis == "history" for job_class in JobClass):
+        yield Problem(
+            "defaults.fair_share.half_life",
+            "has no effect unless basis is history",
+            "set basis: history, here or for a class, or remove it",
+        )
+    for job_class, settings in policy.classes.items():
+        if "half_life" in settings.fair_share.model_fields_set:
+            yield Problem(
+                f"classes.{job_class}.fair_share.half_life",
+                "has no effect: what a tenant has had fades alike for all classes",
+                "set it under defaults.fair_share.half_life",
+            )
 
 
 def _absurd(settings: ClassSettings, where: str) -> Iterator[Problem]:

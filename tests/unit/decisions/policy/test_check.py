@@ -249,6 +249,11 @@ WARNINGS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("a half life without history", {"defaults": {"fair_share": {"half_life": "1d"}}}, "defaults.fair_share.half_life"),
     (
+        "a half life of one class",
+        {"classes": {"training": {"fair_share": {"basis": "history", "half_life": "1d"}}}},
+        "classes.training.fair_share.half_life",
+    ),
+    (
         "extensions of no length",
         {"defaults": {"lifetime": {"max": "8h", "extensions": 2}}},
         "defaults.lifetime.extend_by",
