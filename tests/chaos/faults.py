@@ -59,7 +59,8 @@ class KillAtPoint(Fault):
     async def strike(self, platform: TestPlatform, users: Users) -> None:
         pids = {service: platform.pid(service) for service in self.services}
         for service, pid in pids.items():
-            (platform.layout.run / f"{service}.fault").write_text(f"{service}.{self.point}:{self.passing}\n")
+            passing = 1 if service == "inventory" else self.passing
+            (platform.layout.run / f"{service}.fault").write_text(f"{service}.{self.point}:{passing}\n")
             _kill(pid, signal.SIGUSR1)
         if "inventory" in pids:  # it has little to commit while no node changes
             await Kill("node_agent").strike(platform, users)
@@ -82,6 +83,17 @@ class Kill(Fault):
         pid = platform.pid(self.service)
         _kill(pid, signal.SIGKILL)
         await _until_gone(pid, STRIKE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class KillZygote(Fault):
+    """kill -9 of the process that forks the programs' supervisors; those that run have nothing to do with it any more."""
+
+    name = "kill the agent's zygote"
+
+    async def strike(self, platform: TestPlatform, users: Users) -> None:
+        for pid in _children(platform.pid("node_agent")):
+            _kill(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +146,7 @@ class KillPostgresBackend(Fault):
         postmaster = platform.postgres.pid
         if postmaster is None:
             return
-        _kill(users.chance.choice(_children(postmaster)), signal.SIGKILL)
+        _kill(users.chance.choice(_children(postmaster) or [0]), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +207,7 @@ def every_fault(chance: random.Random) -> Iterator[Fault]:
         turn += [KillGatewayMidRequest(chance.choice((5, 20, 60))) for _ in range(3)]
         turn += [KillNats(), KillNats(), KillPostgres(), KillPostgres(), KillPostgresBackend(), KillEverything()]
         turn += [Freeze(part, chance.uniform(0.5, 4.0)) for part in ("nats", "placement", "lifecycle", "node_agent")]
+        turn += [Freeze(chance.choice(("placement", "lifecycle", "inventory", "audit")), 13.0), KillZygote()]
         chance.shuffle(turn)
         yield from turn
 
@@ -233,7 +246,10 @@ def names(faults: Iterable[Fault]) -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from berth.client.sdk import BerthClient
+from berth.embedded.supervisor import is_supervised
 from berth.testing.platform import (
     TestPlatform,
     embedded_platform,
@@ -50,6 +52,38 @@ def test_down_leaves_no_process_and_up_goes_on_where_it_stopped() -> None:
             assert client.job(done.job_id).state == "succeeded"
             assert client.wait(job.job_id, timeout_seconds=END_SECONDS).state == "succeeded"
             assert "".join(client.logs(done.job_id)) == "kept\n"
+        platform.down()
+        assert platform.processes() == {}
+
+
+def test_up_after_the_supervisor_was_killed_takes_over_and_no_program_is_lost() -> None:
+    with embedded_platform(FLEET) as platform:
+        with client_of(platform) as client:
+            flag = platform.layout.home / "go-on"
+            job = client.submit(a_job(f"while ! test -e {flag}; do sleep 0.2; done"))
+            wait_until(lambda: client.job(job.job_id).state == "running", END_SECONDS, "it runs")
+        old = platform.state
+        os.kill(old.pid, signal.SIGKILL)
+        wait_until(lambda: not is_supervised(platform.layout), 10, "the supervisor is gone")
+
+        platform.up()
+        assert not set(old.processes.values()) & platform.processes().keys()
+        with client_of(platform) as client:
+            flag.touch()
+            assert client.wait(job.job_id, timeout_seconds=END_SECONDS).state == "succeeded"
+            assert len(client.job(job.job_id).attempts) == 1
+
+
+@pytest.mark.parametrize("killed", [("node_agent",), ("supervisor", "node_agent")])
+def test_down_leaves_no_process_whoever_was_killed_before(killed: tuple[str, ...]) -> None:
+    with embedded_platform(FLEET) as platform:
+        with client_of(platform) as client:
+            job = client.submit(a_job("trap '' TERM; sleep 300 & wait; sleep 300"))
+            wait_until(lambda: client.job(job.job_id).state == "running", END_SECONDS, "it runs")
+        state = platform.state
+        for name in killed:
+            os.kill(state.pid if name == "supervisor" else state.processes[name], signal.SIGKILL)
+        wait_until(lambda: is_supervised(platform.layout) == ("supervisor" not in killed), 10, "the kill is over")
         platform.down()
         assert platform.processes() == {}
 

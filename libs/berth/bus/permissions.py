@@ -75,7 +75,7 @@ def api_prefix(user: str) -> str:
 def service_permissions(service: str) -> dict[str, Any]:
     """Publish and subscribe permissions of a service, in the server's form."""
     publish = [*SERVICE_PUBLISH[service], "berth.req.>", "$JS.API.INFO", f"$JS.API.STREAM.INFO.{EVENTS}"]
-    publish += _consumer_subjects(EVENTS, service)
+    publish += [*_consumer_subjects(EVENTS, service), f"$JS.API.CONSUMER.CREATE.{EVENTS}.{service}"]
     if service in NODE_ADMINS:
         publish += [f"$JS.API.CONSUMER.{verb}.{COMMANDS}.>" for verb in ("CREATE", "DELETE", "INFO")]
         publish.append(f"$JS.API.CONSUMER.NAMES.{COMMANDS}")

@@ -136,7 +136,7 @@ class Puller:
         expires_s: float = 5.0,
         contiguous: bool = False,
         may_reset: Callable[[], Awaitable[bool]] | None = None,
-        on_missing: Callable[[], Awaitable[None]] | None = None,
+        on_missing: Callable[[], Awaitable[object]] | None = None,
         missing_grace_s: float = 5.0,
     ) -> None:
         self.stream = stream

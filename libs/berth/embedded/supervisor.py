@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from berth.embedded.layout import SERVICES, Layout
+from berth.embedded.leftovers import end_work
 from berth.embedded.ports import HOST, hold_port
 
 READY_SECONDS: Final = 60.0
@@ -115,7 +115,6 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._is_stopping.set)
-        # Workers' supervisors whose agent died become our children instead of init's, so that `down` finds them.
         self._write()
         try:
             await self._start()
@@ -286,6 +285,7 @@ class Supervisor:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         # The agent goes first and ends its work, while there is a platform to report to.
         await self._end(self._services["node_agent"], signal.SIGINT)
+        await asyncio.to_thread(end_work, self.layout.nodes)  # where the agent was not there, or was cut off
         await asyncio.gather(*(self._end(s, signal.SIGTERM) for s in self._services.values() if s.name != "node_agent"))
         await stop_servers(self.layout, self.settings)
 
@@ -320,7 +320,6 @@ class Supervisor:
 
 _PROGRAM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BAD_CONFIGURATION: Final = 78
-_PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def hold_lock(layout: Layout) -> IO[str] | None:
@@ -349,7 +348,6 @@ def main() -> None:
     if lock is None:
         print("another supervisor runs here", flush=True)
         sys.exit(3)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     for folder in (layout.logs, layout.nodes):
         folder.mkdir(parents=True, exist_ok=True)
     sys.exit(asyncio.run(Supervisor(layout, settings).run()))

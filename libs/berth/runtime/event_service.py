@@ -33,9 +33,11 @@ import orjson
 from berth.bus.connection import Connection, CoreMessage, Subscription
 from berth.bus.errors import TransientError as BusTransientError
 from berth.bus.message import Message
+from berth.bus.provision import ensure_service_consumer
 from berth.bus.publisher import Outgoing, Publisher
 from berth.bus.puller import Puller
 from berth.contracts import subjects
+from berth.contracts.consumers import consumer_filters
 from berth.contracts.envelope import HEADER_ID, HEADER_TRACE
 from berth.decisions.core import Emission
 from berth.runtime.emissions import EmissionEncoder, Encoded
@@ -84,6 +86,9 @@ class BatchHandler(ABC):
     decisions_version: str = ""
     is_heavy: bool = False
     """Whether `settle` may take long enough to be moved off the event loop."""
+    gather_seconds: float = 0.0
+    """How long to let more messages come before a batch is begun. Only for readers that nobody waits for: they leave
+    the processor and the disk to those on a job's path, and a transaction then covers many events."""
 
     @abstractmethod
     async def load(self, database: Database, *, now: datetime) -> None:
@@ -252,7 +257,9 @@ class EventService(Generic[H]):
                 batch=BATCH,
                 contiguous=True,
                 may_reset=leadership.confirmed,
+                on_missing=self._make_consumer,
             )
+            await self._make_consumer()
             await puller.open(after=self._position)
             stack.push_async_callback(puller.close)
             self._puller = puller
@@ -269,6 +276,9 @@ class EventService(Generic[H]):
             while True:
                 try:
                     messages = await puller.next(self._patience())
+                    if messages and handler.gather_seconds and len(messages) < BATCH:
+                        await asyncio.sleep(handler.gather_seconds)
+                        messages += await puller.next(0.0)
                 except BusTransientError as error:
                     self._log.warning("cannot take in events", reason=str(error))
                     await asyncio.sleep(LAST_RETRY_SECONDS)
@@ -277,6 +287,12 @@ class EventService(Generic[H]):
                     raise Deposed(self._service, self._epoch)
                 async with self._lock:
                     await self._work(puller, messages)
+
+    async def _make_consumer(self) -> None:
+        """A bus that was restarted has no consumers; the position is ours, so a new one is as good."""
+        filters = consumer_filters(self._pool).get(self._service, [])
+        if await ensure_service_consumer(self._bus, self._service, filters):
+            self._log.info("made the consumer anew")
 
     def _forget_puller(self) -> None:
         self._puller = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Final, cast
@@ -14,7 +15,6 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from berth.contracts.api import (
@@ -116,7 +116,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         made = refused("not_found", f"nothing at {request.url.path[:200]}", remedy="see GET /openapi.json")
     elif found.status_code == 405:
         detail = f"{request.method[:20]} is not allowed here"
-        allowed = ", ".join(sorted(_methods_at(request)))
+        allowed = ", ".join(_methods_at(request)) or headers.get("Allow", "")
         headers = {**headers, "Allow": allowed}
         made = refused("method_not_allowed", detail, remedy=f"use {allowed}")
     else:
@@ -125,13 +125,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return problem_answer(made, request)
 
 
-def _methods_at(request: Request) -> set[str]:
-    """Methods of all routes at a path; Starlette names those of the first one only."""
-    methods: set[str] = set()
-    for route in request.app.routes:
-        if isinstance(route, Route) and route.path_regex.match(request.url.path):
-            methods |= set(route.methods or ())
-    return methods - {"HEAD"}
+def _methods_at(request: Request) -> list[str]:
+    """Methods at a path by the description; Starlette names those of the first route only."""
+    found: set[str] = set()
+    for template, operations in describe(request.app)["paths"].items():
+        if re.fullmatch(re.sub(r"\{[^}]+\}", "[^/]+", template), request.url.path):
+            found.update(method.upper() for method in operations)
+    return sorted(found)
 
 
 async def _on_store_away(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from time import perf_counter
 
 import orjson
@@ -17,6 +18,7 @@ from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.ends import end_without_start, tell_again
 from services.node_agent.handlers.refusals import refuse
 from services.node_agent.node import Node
+from services.node_agent.process.checkpoints import newest_manifest
 from services.node_agent.process.environment import DEFAULT_PATH
 from services.node_agent.process.runtime import AlreadyLaunchedError, StartRefused, WorkerLaunch
 from services.node_agent.rules import WHOLE_CARD_MILLI, refuse_launch
@@ -122,13 +124,18 @@ def program_of(
         fence=order.fence,
         argv=plan.command or order.command,
         env={"PATH": deps.settings.program_path or DEFAULT_PATH, **secrets, **order.env, **plan.env},
-        platform_env={
-            "BERTH_GPUS": ",".join(plan.gpus),
-            "BERTH_CKPT_DIR": f"{deps.checkpoints}/{order.job_id}",
-        },
+        platform_env={"BERTH_GPUS": ",".join(plan.gpus), **resume_variables(order, deps)},
         gpu_uuids=worker.devices,
         gpu_indices=[index_of.get(gpu, 0) for gpu in plan.gpus],
         cwd=order.workdir or "",
         grace_seconds=order.grace_seconds,
         extra=orjson.dumps(worker),
     )
+
+
+def resume_variables(order: LaunchWorkers, deps: Deps) -> dict[str, str]:
+    """Where the job's checkpoints are, and the newest valid one. A look at one folder, at a start that has one."""
+    folder = f"{deps.checkpoints}/{order.job_id}"
+    found = newest_manifest(Path(folder), fence=order.fence) if order.attempt > 1 else None
+    manifest, step = ("", "") if found is None else (str(found[0]), str(found[1]))
+    return {"BERTH_CKPT_DIR": folder, "BERTH_RESUME_FROM": manifest, "BERTH_RESUME_STEP": step}

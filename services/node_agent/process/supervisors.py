@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from services.node_agent.process import logs
+from services.node_agent.process.checkpoints import NOT_WORTH_SAVING, ask_to_save_and_exit
 from services.node_agent.process.environment import program_environment
 from services.node_agent.process.leftovers import Marks, end_strays, is_alive
 from services.node_agent.process.runtime import (
@@ -105,11 +106,13 @@ class Supervisors:
         except FileExistsError:
             raise AlreadyLaunchedError(launch.key.folder) from None
         work_dir.mkdir()
+        control_dir = directory / "control"
+        control_dir.mkdir()
         request = (
             str(directory),
             launch.cwd or str(work_dir),
             list(launch.argv),
-            program_environment(launch, work_dir=str(work_dir), platform={**self._platform_env, **launch.platform_env}),
+            self._environment(launch, work_dir, control_dir),
             _spec(launch),
             str(self._lease_path(launch.node)),
             self._deadlines.get(launch.node, 0),
@@ -134,6 +137,10 @@ class Supervisors:
                 answer = ("failed",)
             return self._answered(launch, directory, answer)
         return self._refused(launch, EAGAIN, "no supervisor could be made")
+
+    def _environment(self, launch: WorkerLaunch, work_dir: Path, control_dir: Path) -> dict[str, str]:
+        platform = {**self._platform_env, **launch.platform_env, "BERTH_CKPT_CONTROL": str(control_dir)}
+        return program_environment(launch, work_dir=str(work_dir), platform=platform)
 
     def _answered(
         self, launch: WorkerLaunch, directory: Path, answer: tuple[object, ...]
@@ -199,10 +206,21 @@ class Supervisors:
     # -- stopping and lease
 
     def stop(self, key: WorkerKey, node: str, *, grace_seconds: float, reason: str) -> bool:
-        """Have the supervisor run the stop ladder: SIGTERM to the group, after the grace SIGKILL to all descendants."""
+        """Ask the program to save, then have its supervisor run the stop ladder.
+
+        The ladder: SIGTERM to the group, after the grace SIGKILL to all descendants.
+        """
         watched = self._live.get((node, key))
         if watched is None or watched.pidfd < 0:
             return watched is not None
+        if reason not in NOT_WORTH_SAVING:
+            ask_to_save_and_exit(
+                watched.directory / "control",
+                request_id=f"{key.folder}.stop",
+                reason=reason,
+                grace_seconds=grace_seconds,
+                fence=watched.worker.fence,
+            )
         (watched.directory / "stop").write_text(f"{int(grace_seconds * 1000)} {reason}")
         try:
             signal.pidfd_send_signal(watched.pidfd, signal.SIGTERM)

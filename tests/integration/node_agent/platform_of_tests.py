@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from berth.bus.connection import Connection, CoreMessage
-from berth.bus.provision import berth_topology, ensure_node_consumers, provision
+from berth.bus.provision import berth_topology, ensure_node_consumers, ensure_service_consumer, provision
 from berth.bus.publisher import Outgoing, Publisher
 from berth.contracts import subjects
 from berth.contracts.commands import KeptWorker, LaunchWorkers, ReconcileNode, StopWorkers, WorkerPlan
@@ -231,7 +232,8 @@ class Platform:
     async def _read_facts(self) -> None:
         from berth.bus.puller import Puller
 
-        async with Puller(self._audit_bus, "BERTH_EVENTS", "audit") as puller:
+        made_anew = partial(ensure_service_consumer, self._audit_bus, "audit", [subjects.all_events(POOL)])
+        async with Puller(self._audit_bus, "BERTH_EVENTS", "audit", on_missing=made_anew) as puller:
             while True:
                 messages = await puller.next(1.0)
                 for message in messages:

@@ -21,7 +21,7 @@ from berth.contracts.events import (
     PolicyActivated,
 )
 from berth.contracts.jobs import JobSpec
-from berth.contracts.nodes import GpuDescription, GpuHealthState, NodeState
+from berth.contracts.nodes import GpuDescription, GpuHealthState, MigLayout, NodeState
 from berth.contracts.reasons import Code, because
 from berth.decisions.core import Core
 from berth.decisions.placement.core import PlacementCore
@@ -46,6 +46,8 @@ def a_node(
     bad: Sequence[int] = (),
     links: Sequence[Sequence[int]] = (),
     domain: Mapping[str, str] | None = None,
+    shareable: bool = False,
+    mig: Mapping[int, MigLayout] | None = None,
 ) -> NodeChanged:
     return NodeChanged(
         node=name,
@@ -60,11 +62,13 @@ def a_node(
                 card_type=type,
                 memory_mib=81920,
                 health=GpuHealthState.QUARANTINED if index in bad else GpuHealthState.HEALTHY,
+                mig=(mig or {}).get(index),
             )
             for index in range(gpus)
         ),
         link_groups=tuple(tuple(group) for group in links),
         domain=dict(domain or {}),
+        shareable=shareable,
     )
 
 

@@ -171,6 +171,11 @@ class InventoryCore(Core):
         names = sorted(self._described) if node is None else [node] if node in self._described else []
         return NodesAnswer(nodes=tuple(self._status(name) for name in names), as_of=now)
 
+    @property
+    def node_names(self) -> list[str]:
+        """Nodes that have registered, in order."""
+        return sorted(self._described)
+
     def state(self, node: str) -> NodeState | None:
         """Whether a node may get new work, and whether it is heard; None: never registered."""
         return self._nodes[node].state if node in self._described else None

@@ -56,8 +56,7 @@ def on_exited(book: Book, event: WorkerExited) -> None:
     worker.reason = reason_json(event.reason) if event.reason else None
     worker.message = event.message[-MESSAGE_LENGTH:]
     worker.is_lost = code in (Code.WORKER_LOST, Code.NODE_LOST)
-    if run.grace_until is not None and run.stop is None and worker.has_failed:
-        # its node had been lost and stopped it; the gang was only kept in case it had not
+    if worker.is_cut_off and worker.has_failed:  # its node stopped it, the program is not to blame
         worker.is_lost = True
         worker.reason = reason_json(because(Code.NODE_LOST, node=worker.node))
     worker.has_started = worker.has_started or code not in (Code.START_REFUSED, Code.GPU_BUSY)

@@ -432,6 +432,7 @@ class PlacementCore(Core):
             state.fence, state.state_version, state.plan_number = body["fence"], body["state_version"], body["plan"]
             state.open_windows = list(body["open"])
             state.out.counters.update(body["windows"])
+            state.window_entities = dict.fromkeys(body["windows"])
             at = moment(body["at"])
         state.now = at
         for _, body in by_kind.get("node", ()):

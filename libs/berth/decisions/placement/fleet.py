@@ -94,6 +94,7 @@ class TypePool:
     usable: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     total: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     free_total: int = 0
+    total_cards: int = 0
     version: int = 0
     shape_version: int = 0
     _rank: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -195,7 +196,9 @@ class Fleet:
         pool.free_total += free - int(pool.free[row])
         pool.free[row] = free
         pool.usable[row] = len(usable) if node.takes_work else 0
-        pool.total[row] = sum(card.mig is None for card in cards)
+        total = sum(card.mig is None for card in cards)
+        pool.total_cards += total - int(pool.total[row])
+        pool.total[row] = total
         pool.version += 1
         pool.shape_version += 1
 

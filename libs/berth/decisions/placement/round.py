@@ -447,6 +447,7 @@ class Round:
         from hashlib import blake2b
 
         entity = "w-" + blake2b(fact.name.encode(), digest_size=8).hexdigest()
+        self._state.window_entities[entity] = None
         self._state.out.emit(fact, entity, actor="service:placement", cause=self._state.cause)
 
     def _clear_windows(self) -> None:

@@ -62,6 +62,7 @@ class State:
     fence: int = 0
     plan_number: int = 0
     cuts_due: bool = False
+    window_entities: dict[str, None] = field(default_factory=dict)
     now: datetime = field(default_factory=lambda: datetime.fromtimestamp(0, UTC))
     cause: str = ""
     out: Outbox = field(default_factory=Outbox)
@@ -303,7 +304,7 @@ class State:
                     "state_version": self.state_version,
                     "plan": self.plan_number,
                     "open": list(self.open_windows),
-                    "windows": {k: n for k, n in self.out.counters.items() if k.startswith("w-")},
+                    "windows": {k: self.out.counters[k] for k in self.window_entities},
                     "at": micros(self.now),
                 },
             )

@@ -194,7 +194,7 @@ def _on_type(
 
 def _has_cards(pool: TypePool, shape: Shape) -> bool:
     if shape.unit is Unit.WHOLE:
-        return bool(pool.total.any())
+        return pool.total_cards > 0
     wants_slices = shape.unit is Unit.SLICE
     return any(
         card.card_type == pool.card_type and (card.mig is not None) is wants_slices

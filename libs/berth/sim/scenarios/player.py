@@ -654,6 +654,9 @@ def play(scenario: Scenario, *, with_trace: bool = False) -> Outcome:
                 stage.do(verb, args)
             stage.platform.settle()
             stage.settle_answers()
+            watch.settled()
+            if step is scenario.steps[-1]:
+                watch.over()
             wrong = [*expectations(stage, step), *watch.found]
             if wrong:
                 outcome.failures += [Failure(step.number, step.at, what) for what in dict.fromkeys(wrong)]
