@@ -159,4 +159,3 @@ def _events(api: Transport, first: int, last: int) -> Iterator[_Entry]:
             raise Unreachable(f"audit stands at {page['last_seq']}, services have read up to {last}")
         else:
             time.sleep(0.2)
-
