@@ -81,7 +81,8 @@ async def find_checkpoint(database: Database, *, since: datetime | None) -> Chec
         row = await connection.fetchrow(
             "SELECT commit_id, taken_at, stream_seq, coalesce(c.id, commit_id), coalesce(c.last_seq, stream_seq) "
             f"FROM {schema}.checkpoint LEFT JOIN (SELECT id, last_seq FROM {schema}.commits ORDER BY id DESC LIMIT 1) c "
-            "ON true ORDER BY (taken_at <= $1) IS TRUE DESC, CASE WHEN taken_at <= $1 THEN -commit_id ELSE commit_id END LIMIT 1",
+            "ON true ORDER BY (taken_at <= $1) IS TRUE DESC, "
+            "CASE WHEN taken_at <= $1 THEN -commit_id ELSE commit_id END LIMIT 1",
             since,
         )
     return None if row is None else Checkpoint(*row)
