@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from berth.contracts.envelope import Envelope, Fact
@@ -40,7 +41,7 @@ def all_cores() -> list[Callable[[], Core]]:
     from berth.decisions.placement.core import PlacementCore
     from berth.decisions.serving import ServingCore
 
-    return [InventoryCore, AdmissionCore, ServingCore, PlacementCore, LifecycleCore]
+    return [InventoryCore, partial(AdmissionCore, runs_services=True), ServingCore, PlacementCore, LifecycleCore]
 
 
 class Platform:
