@@ -138,6 +138,7 @@ class _Taken:
     message: Message
     event_id: str
     entity: str
+    trace: str | None
 
 
 @dataclass(slots=True)
@@ -395,7 +396,7 @@ class EventService(Generic[H]):
         if handler is None:
             raise Deposed(self._service, self._epoch)
         taken = [_taken(message) for message in messages]
-        span = batch_span(self._service, self._service, [m.header(HEADER_TRACE) for m in messages])
+        span = batch_span(self._service, self._service, [item.trace for item in taken])
         with span:
             committed = await self._commit(handler, taken, calls, span, parking)
             await fault_point(f"{self._service}.between_commit_and_publish")
@@ -416,7 +417,9 @@ class EventService(Generic[H]):
             causes: dict[str, tuple[str | None, str | None]] = {}
             for replay in replays:
                 known = replay.message
-                self._apply(handler, tx, _Taken(_replayed(replay), known.event_id, known.entity), now, causes, "")
+                message = _replayed(replay)
+                again = _Taken(message, known.event_id, known.entity, message.header(HEADER_TRACE))
+                self._apply(handler, tx, again, now, causes, "")
             for item in taken:
                 if item.event_id in fresh:
                     fresh.discard(item.event_id)
@@ -470,7 +473,7 @@ class EventService(Generic[H]):
         except PoisonMessage as poison:
             self._park(tx, item, str(poison))
             return
-        causes[item.event_id] = (message.header(HEADER_TRACE), None)
+        causes[item.event_id] = (item.trace, None)
 
     def _park(self, tx: BatchTransaction, item: _Taken, reason: str) -> None:
         message = item.message
@@ -543,9 +546,9 @@ class EventService(Generic[H]):
 
 
 def _taken(message: Message) -> _Taken:
-    tokens = message.subject.split(".")
+    tokens = message.subject.split(".", 5)
     entity = tokens[4] if len(tokens) > 5 else message.subject
-    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity)
+    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity, message.header(HEADER_TRACE))
 
 
 def _id_inside(message: Message) -> str:
