@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import yaml
@@ -33,7 +33,11 @@ async def main(context: ServiceContext[Settings]) -> None:
     pool = context.settings.pool
     async with wired(context, service=SERVICE) as parts:
         service = event_service(
-            context, parts, service=SERVICE, make_handler=lambda: CoreHandler(AdmissionCore(), pool=pool)
+            context,
+            parts,
+            service=SERVICE,
+            make_handler=lambda: CoreHandler(AdmissionCore(), pool=pool, recorded=True),
+            recorded=True,
         )
         service.serve("check_policy", answering(PolicyCheckQuestion, _check))
         if context.settings.policy_file is not None:
@@ -56,18 +60,18 @@ async def _propose_first(service: EventService[CoreHandler[AdmissionCore]], path
             proposed = PolicyProposed(
                 proposal_id=FIRST_POLICY, document=document, author="platform", why=f"first policy, from {path.name}"
             )
-            handler.core.apply(_envelope(proposed, pool), now=now)
+            handler.take_in(_envelope(proposed, pool, now), now=now)
 
     await service.change(propose)
 
 
-def _envelope(proposed: PolicyProposed, pool: str) -> Envelope[PolicyProposed]:
+def _envelope(proposed: PolicyProposed, pool: str, now: datetime) -> Envelope[PolicyProposed]:
     return Envelope[PolicyProposed](
         id=f"{proposed.proposal_id}.0.PolicyProposed",
         type=PolicyProposed.TYPE,
         source=f"/berth/{pool}/{SERVICE}",
         subject=proposed.proposal_id,
-        time=datetime.now(UTC),
+        time=now,
         actor="platform",
         data=proposed,
     )

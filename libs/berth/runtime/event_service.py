@@ -40,6 +40,7 @@ from berth.contracts import subjects
 from berth.contracts.consumers import consumer_filters
 from berth.contracts.envelope import HEADER_ID, HEADER_TRACE
 from berth.decisions.core import Emission
+from berth.decisions.recording import Note
 from berth.runtime.emissions import EmissionEncoder, Encoded
 from berth.runtime.faults import fault_point
 from berth.store.batch import BatchTransaction, CommitEntry, ParkedMessage
@@ -108,6 +109,10 @@ class BatchHandler(ABC):
 
     async def write(self, tx: BatchTransaction) -> None:  # noqa: B027 - most have nothing of their own
         """Statements of the service's own, in the same transaction."""
+
+    def given(self) -> list[bytes]:
+        """Events, as JSON, that calls of `change` handed in since the last call: recorded, so that replay has them."""
+        return []
 
     def next_timer(self) -> datetime | None:
         """When to settle without a message; None: never."""
@@ -185,6 +190,7 @@ class EventService(Generic[H]):
         self._encoder = EmissionEncoder(service=service, pool=pool)
         self._log = get_logger(service)
         self._handler: H | None = None
+        self._loaded_at: datetime | None = None  # when the handler was made from its records; None: it has committed
         self._calls: list[_Call[H]] = []
         self._answers: dict[str, Callable[[CoreMessage], Awaitable[bytes]]] = {}
         self._lock = asyncio.Lock()
@@ -314,7 +320,9 @@ class EventService(Generic[H]):
             try:
                 await self._publish_leftovers()
                 handler = self._make_handler()
-                await handler.load(self._database, now=self._clock())
+                now = self._clock()
+                await handler.load(self._database, now=now)
+                self._loaded_at = now
                 return handler
             except StoreTransientError as error:
                 self._log.warning("waiting for the database", reason=str(error))
@@ -415,40 +423,48 @@ class EventService(Generic[H]):
             replays = await tx.take_replays() if self._database.parked_changed.is_set() else []
             fresh = await tx.new_ids([item.event_id for item in taken]) if taken else set()
             causes: dict[str, tuple[str | None, str | None]] = {}
+            note = Note(loaded=self._loaded_at)
             for replay in replays:
                 known = replay.message
                 message = _replayed(replay)
                 again = _Taken(message, known.event_id, known.entity, message.header(HEADER_TRACE))
-                self._apply(handler, tx, again, now, causes, "")
+                if self._apply(handler, tx, again, now, causes, ""):
+                    note.before.append(replay.payload)
+            took = []
             for item in taken:
                 if item.event_id in fresh:
                     fresh.discard(item.event_id)
-                    self._apply(handler, tx, item, now, causes, parking)
+                    if self._apply(handler, tx, item, now, causes, parking):
+                        took.append(item.message.stream_seq)
+            note.took = None if len(took) == len(taken) else took
             for call in calls:
                 call.result = call.work(handler, now)
+            note.after = handler.given()
             outcome = await self._settle(handler, now, len(taken))
-            encoded, digest = self._encoder.encode(outcome.emissions, now=now, causes=causes, batch=span)
+            encoded, tally = self._encoder.encode(outcome.emissions, now=now, causes=causes, batch=span)
             tx.upsert_records((kind, key, body) for kind, key, body in outcome.records if body is not None)
             tx.delete_records((kind, key) for kind, key, body in outcome.records if body is None)
             rows = [OutboxRow(e.event_id, e.subject, orjson.dumps(e.headers), e.payload) for e in encoded]
             tx.add_outbox(rows)
             if taken:
                 tx.set_position(self._service, taken[-1].message.stream_seq, stream=subjects.EVENTS_STREAM)
-            if causes or outcome.timers or calls or encoded:
-                tx.log_commit(
-                    CommitEntry(
-                        first_seq=taken[0].message.stream_seq if taken else self._position,
-                        last_seq=taken[-1].message.stream_seq if taken else self._position,
-                        timers=outcome.timers,
-                        clock=now,
-                        emitted=len(encoded),
-                        decisions_version=handler.decisions_version,
-                        policy_version=handler.policy_version,
-                        digest=digest,
-                    )
+            note.sums = tally.sums
+            tx.log_commit(
+                CommitEntry(
+                    first_seq=taken[0].message.stream_seq if taken else self._position + 1,
+                    last_seq=taken[-1].message.stream_seq if taken else self._position,
+                    timers=outcome.timers,
+                    clock=now,
+                    emitted=len(encoded),
+                    decisions_version=handler.decisions_version,
+                    policy_version=handler.policy_version,
+                    digest=tally.digest(),
+                    events=note.to_json(),
                 )
+            )
             await handler.write(tx)
             await fault_point(f"{self._service}.before_commit")
+        self._loaded_at = None
         self._metrics.commit_seconds.observe(perf_counter() - started)
         return _Committed(encoded, tx.outbox_ids)
 
@@ -460,20 +476,22 @@ class EventService(Generic[H]):
         now: datetime,
         causes: dict[str, tuple[str | None, str | None]],
         parking: str,
-    ) -> None:
+    ) -> bool:
+        """Let the handler take it in; False: it is parked instead."""
         message = item.message
         if tx.is_entity_parked(item.entity):
             self._park(tx, item, "an earlier message of this entity is parked")
-            return
+            return False
         if parking:
             self._park(tx, item, parking)
-            return
+            return False
         try:
             handler.apply(message, now=now)
         except PoisonMessage as poison:
             self._park(tx, item, str(poison))
-            return
+            return False
         causes[item.event_id] = (item.trace, None)
+        return True
 
     def _park(self, tx: BatchTransaction, item: _Taken, reason: str) -> None:
         message = item.message

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from berth.client.cli import admin, jobs, pool
+from berth.client.cli import admin, jobs, pool, record
 from berth.client.cli.session import Json, chosen, explain, print_json
 
 EMBEDDED: Final = frozenset({"up", "down", "status", "demo", "scenarios"})
@@ -65,6 +65,7 @@ def version(as_json: Json = False) -> None:
 jobs.register(app)
 pool.register(app)
 admin.register(app)
+record.register(app)
 
 
 def _register_embedded(arguments: list[str]) -> None:
