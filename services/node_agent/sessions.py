@@ -28,7 +28,7 @@ from berth.telemetry.logs import get_logger
 from services.node_agent.deps import Deps
 from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.stop import stop_worker
-from services.node_agent.node import Node, boottime_ns
+from services.node_agent.node import Node, Session, boottime_ns
 from services.node_agent.peers import Peers, PeerView
 from services.node_agent.process.simulated import SimulatedWorkers
 from services.node_agent.sampling import Sampler, build_frame
@@ -42,6 +42,8 @@ CLOCK_EVERY_SECONDS: Final = 60.0
 REMEMBERED_FRAMES: Final = 8
 ASK_BEFORE: Final = 0.5
 """Share of the lease before its end at which peers are asked."""
+KILL_SECONDS: Final = 1.0
+"""Allowed for SIGKILL to take effect on everything that a worker has started."""
 DECIDE_BEFORE: Final = 0.25
 """Share of the lease before its end at which it is decided whether the platform or the node is cut off."""
 
@@ -139,7 +141,11 @@ class Sessions:
         accepted = NodeAccepted.model_validate(answer)
         await self._measure_clock(node)
         node.begin_session(
-            accepted.epoch, accepted.lease_seconds, accepted.telemetry_every_seconds, asked_at_ns=asked_at_ns
+            accepted.epoch,
+            accepted.lease_seconds,
+            accepted.telemetry_every_seconds,
+            asked_at_ns=asked_at_ns,
+            stop_seconds=accepted.stop_seconds,
         )
         self._on_heard(accepted.pool_nodes)
         self._renew(node, asked_at_ns + int(accepted.lease_seconds * 1e9))
@@ -216,6 +222,7 @@ class Sessions:
             return
         sent_ns = session.sent_ns.pop(renewed.sequence, None)
         if sent_ns is not None:
+            session.lease_seconds, session.stop_seconds = renewed.lease_seconds, renewed.stop_seconds
             self._renew(node, sent_ns + int(renewed.lease_seconds * 1e9))
 
     def _on_heard(self, pool_nodes: int) -> None:
@@ -226,7 +233,12 @@ class Sessions:
         session = node.session
         if session is not None and deadline_ns >= session.deadline_ns:
             session.deadline_ns = deadline_ns
-            self._deps.runtime.renew(node.name, deadline_ns)
+            self._deps.runtime.renew(node.name, deadline_ns, self._lease_grace(session))
+
+    def _lease_grace(self, session: Session) -> float:
+        """From SIGTERM to SIGKILL at the end of the lease, so that nothing is left when the cards are given away."""
+        wanted = self._deps.settings.lease_grace_seconds
+        return min(wanted, max(0.0, session.stop_seconds - KILL_SECONDS)) if session.stop_seconds else wanted
 
     def _watch_lease(self, node: Node) -> None:
         session = node.session
@@ -270,9 +282,10 @@ class Sessions:
     def _on_lease_lost(self, node: Node) -> None:
         live = [worker for worker in node.live() if worker.is_live]
         log.error("lease ran out, the node stops its work", node=node.name, workers=len(live))
+        session = node.session
         node.end_session()
         self._next_try[node.name] = 0.0
         if isinstance(self._deps.runtime, SimulatedWorkers):  # real ones are ended by their supervisors, agent or not
-            grace = self._deps.settings.lease_grace_seconds
+            grace = self._deps.settings.lease_grace_seconds if session is None else self._lease_grace(session)
             for worker in live:
                 stop_worker(node, worker, self._deps, grace_seconds=grace, reason=LEASE)
