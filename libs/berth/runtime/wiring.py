@@ -104,13 +104,13 @@ def event_service(
 
 
 async def _commits(database: Database, asked: CommitsQuestion) -> list[dict[str, Any]]:
-    return await commits_page(database, after=asked.after, until=asked.until)
+    return await commits_page(database, after=asked.after)
 
 
 async def _checkpoint(database: Database, asked: CheckpointQuestion) -> object:
     if asked.commit_id is not None:
         return await checkpoint_page(database, asked.commit_id, kind=asked.kind, key=asked.key)
-    found = await find_checkpoint(database, since=asked.since)
+    found = await find_checkpoint(database, since=asked.since, until=asked.until)
     if found is None:
         raise RequestFailed("not_found", "no checkpoint yet")
     return asdict(found)

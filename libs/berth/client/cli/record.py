@@ -21,7 +21,9 @@ record_app = typer.Typer(help="The record of events and decisions.", no_args_is_
 @record_app.command("export")
 def record_export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; packed where it ends in .gz.")],
-    since: Annotated[str | None, typer.Option(help="Decisions from this instant on, such as 2026-03-02T08:00Z.")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Decisions from this instant on, such as 2026-03-02T08:00Z.")
+    ] = None,
     until: Annotated[str | None, typer.Option(help="Up to this instant.")] = None,
     as_json: Json = False,
 ) -> None:
