@@ -95,7 +95,7 @@ def event_service(
         on_leading=lambda _: context.health.set("leader", None),
     )
     context.background("stand by", _stand_by(context))
-    context.critical("housekeeping", keep_house(parts.database, checkpoints_of=service if recorded else None))
+    context.critical("housekeeping", keep_house(parts.database, has_checkpoints=recorded))
     made.serve("parked", ParkedAnswers(parts.database).answer)
     if recorded:
         made.serve("commits", answering(CommitsQuestion, lambda asked: _commits(parts.database, asked)))

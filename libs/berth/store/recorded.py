@@ -1,7 +1,8 @@
 """What a deciding service keeps so that its decisions can be run again: its commit log, and checkpoints of its records.
 
 A checkpoint is a copy of the records as they were after one commit. Replay begins at one: the first of a new schema is
-empty, and later ones make it possible to begin at a later day, or after the oldest commits are gone.
+empty, and later ones make it possible to begin at a later day, or after the oldest commits are gone. They are taken only
+where the service rebuilds its core from the records anyway, so that replay begins with exactly what the service had.
 """
 
 from __future__ import annotations
