@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import yaml
@@ -12,7 +12,6 @@ from berth.contracts.envelope import Envelope
 from berth.contracts.events import PolicyProposed
 from berth.contracts.requests import PolicyCheckAnswer, PolicyCheckQuestion
 from berth.decisions.admission import AdmissionCore
-from berth.decisions.policy.check import check
 from berth.runtime.core_handler import CoreHandler
 from berth.runtime.event_service import EventService
 from berth.runtime.process import ServiceContext, run_service
@@ -31,24 +30,24 @@ def run() -> None:
 async def main(context: ServiceContext[Settings]) -> None:
     """Until cancelled."""
     pool = context.settings.pool
+    shortest = context.settings.shortest_lost_after_seconds
     async with wired(context, service=SERVICE) as parts:
         service = event_service(
             context,
             parts,
             service=SERVICE,
-            make_handler=lambda: CoreHandler(AdmissionCore(), pool=pool, recorded=True),
+            make_handler=lambda: CoreHandler(AdmissionCore(shortest_lost_after=shortest), pool=pool, recorded=True),
             recorded=True,
         )
-        service.serve("check_policy", answering(PolicyCheckQuestion, _check))
+
+        async def check(question: PolicyCheckQuestion) -> PolicyCheckAnswer:
+            return await service.query(lambda h: h.core.check_policy(question.document, now=datetime.now(UTC)))
+
+        service.serve("check_policy", answering(PolicyCheckQuestion, check))
         if context.settings.policy_file is not None:
             context.background("first policy", _propose_first(service, context.settings.policy_file, pool))
         context.started()
         await service.run()
-
-
-def _check(question: PolicyCheckQuestion) -> PolicyCheckAnswer:
-    problems = check(question.document)
-    return PolicyCheckAnswer(is_valid=not problems, problems=tuple(problem.to_json() for problem in problems))
 
 
 async def _propose_first(service: EventService[CoreHandler[AdmissionCore]], path: Path, pool: str) -> None:

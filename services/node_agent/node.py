@@ -37,6 +37,8 @@ class Session:
     deadline_ns: int
     """CLOCK_BOOTTIME; when it passes, the node's work is stopped."""
     telemetry_every_seconds: float
+    stop_seconds: float = 0.0
+    """From the deadline until the platform may give the cards away; 0: not known."""
     sequence: int = 0
     sent_ns: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """Sequence -> CLOCK_BOOTTIME of frames not yet answered."""
@@ -170,10 +172,12 @@ class Node:
 
     # -- session
 
-    def begin_session(self, epoch: int, lease_seconds: float, every_seconds: float, asked_at_ns: int) -> None:
+    def begin_session(
+        self, epoch: int, lease_seconds: float, every_seconds: float, asked_at_ns: int, stop_seconds: float = 0.0
+    ) -> None:
         """Inventory has accepted the node; nothing is launched before it is reconciled."""
         deadline_ns = asked_at_ns + int(lease_seconds * 1e9)
-        self.session = Session(epoch, lease_seconds, deadline_ns, every_seconds)
+        self.session = Session(epoch, lease_seconds, deadline_ns, every_seconds, stop_seconds)
         self.view.epoch = epoch
         self.view.is_reconciled = False
 

@@ -33,7 +33,7 @@ from berth.decisions.placement.claim import claim_of, plain
 from berth.decisions.placement.fleet import Fleet
 from berth.decisions.placement.jobs import micros
 from berth.decisions.placement.turn import fits_when_empty, never_reason
-from berth.decisions.policy.check import check, warnings
+from berth.decisions.policy.check import SHORTEST_LOST_AFTER, check, warnings
 from berth.decisions.policy.document import Policy
 from berth.decisions.quota.book import QuotaBook
 
@@ -53,8 +53,9 @@ class AdmissionCore(Core):
         PolicyProposed,
     )
 
-    def __init__(self) -> None:
-        """Without policy and nodes."""
+    def __init__(self, *, shortest_lost_after: int = SHORTEST_LOST_AFTER) -> None:
+        """Without policy and nodes. shortest_lost_after: see `berth.decisions.policy.check.check`."""
+        self._shortest_lost_after = shortest_lost_after
         self.fleet = Fleet()
         self.policy = Policy()
         self._policy_version = 0
@@ -115,7 +116,7 @@ class AdmissionCore(Core):
         data: PolicyProposed = event.data
         # The first policy of a pool comes before its nodes: guarantees are compared from the second on.
         installed = self.fleet.installed() if self._policy_version else None
-        problems = check(data.document, installed=installed)
+        problems = check(data.document, installed=installed, shortest_lost_after=self._shortest_lost_after)
         common = {"tenant": event.tenant, "actor": data.author, "cause": event.id, "trace": event.traceparent}
         if problems:
             self._out.emit(
@@ -147,11 +148,11 @@ class AdmissionCore(Core):
         self._policy_version = version
         self._quota.set_policy(self.policy)
 
-    def check_policy(self, document: dict[str, Any]) -> PolicyCheckAnswer:
+    def check_policy(self, document: dict[str, Any], now: datetime) -> PolicyCheckAnswer:
         """Whether a document could be activated now, and what is hardly meant in it."""
         installed = self.fleet.installed()
-        problems = check(document, installed=installed or None)
-        doubtful = warnings(document, installed=installed or None)
+        problems = check(document, installed=installed, shortest_lost_after=self._shortest_lost_after)
+        doubtful = warnings(document, installed=installed, now=now)
         return PolicyCheckAnswer(
             is_valid=not problems,
             problems=tuple(problem.to_json() for problem in problems),

@@ -263,7 +263,7 @@ class SimFleet:
         """From now on the job is seen doing this; told at once and every minute."""
         known = self.signals.get(job_id)
         signals = self.signals[job_id] = {**(known or {"fresh": True}), **what}
-        if signals["fresh"]:
+        if signals["fresh"] or known is None:
             self._sample(signals)
         if known is None:
             self.clock.at(self.clock.now, lambda: self._tell_activity_for_ever(job_id))

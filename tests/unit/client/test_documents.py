@@ -11,9 +11,9 @@ from berth.client.documents import DocumentError, path_text, read_jobs, read_jso
 
 
 def test_scalars_are_those_of_yaml_1_2() -> None:
-    text = "[1, -2, 0o17, 0x1F, 1.5, 1e3, .inf, true, null, ~, no, on, 1:30, 2026-03-02, '7', 012]"
+    text = "[1, -2, 0o17, 0x1F, 1.5, 1e3, true, null, ~, no, on, 1:30, 2026-03-02, '7', 012]"
     [document] = read_yaml(text)
-    expected = [1, -2, 15, 31, 1.5, 1000.0, float("inf"), True, None, None, "no", "on", "1:30", "2026-03-02", "7", 12]
+    expected = [1, -2, 15, 31, 1.5, 1000.0, True, None, None, "no", "on", "1:30", "2026-03-02", "7", 12]
     assert document.value == expected
 
 

@@ -495,6 +495,6 @@ class PlacementCore(Core):
         """Which cards are held, by whom."""
         return self.books.answer(node, self.state_version)
 
-    def free(self, node: str, now: datetime) -> int:
+    def free_on(self, node: str, now: datetime) -> int:
         """Whole cards that a new job of no special claim could get on a node."""
         return free_on_node(self.state, node, now)
