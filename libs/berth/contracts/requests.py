@@ -184,17 +184,17 @@ class RecordPageQuestion(Wire):
 
 
 class CommitsQuestion(Wire):
-    """To a deciding service (`commits`): its commit log behind number `after`, up to an instant, about a mebibyte."""
+    """To a deciding service (`commits`): its commit log behind number `after`, about a mebibyte."""
 
     after: int = 0
-    until: Instant | None = None
 
 
 class CheckpointQuestion(Wire):
     """To a deciding service (`checkpoint`): where a replay can begin that covers `since` (None: as early as can be); or,
-    with its commit_id, its records behind (kind, key), about a mebibyte."""
+    with its commit_id, its records behind (kind, key), about a mebibyte. until: only commits up to it are of interest."""
 
     since: Instant | None = None
+    until: Instant | None = None
     commit_id: int | None = None
     kind: str = ""
     key: str = ""
