@@ -118,11 +118,8 @@ class SimBus:
         seat.core = seat.make()
         stored = [(kind, key, orjson.loads(body)) for (kind, key), body in sorted(seat.records.items())]
         seat.core.restore(stored, now=self.clock.now)
-<<<<<<< HEAD
-        self.batch(name)
-=======
         self.on_restart(name)
->>>>>>> refs/heads/replay
+        self.batch(name)
         return seat.core
 
     @property
