@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from berth.bus.errors import RequestFailed
 from berth.contracts.requests import (
     ExplainJob,
     JobExplained,
     LedgerAnswer,
     LedgerQuestion,
+    PolicyEffects,
+    PolicyEffectsQuestion,
     QuotaAnswer,
     QuotaQuestion,
 )
 from berth.decisions.placement.core import PlacementCore
+from berth.decisions.policy.check import read
 from berth.runtime.core_handler import CoreHandler
 from berth.runtime.process import ServiceContext, run_service
 from berth.runtime.wiring import CHECKS, answering, event_service, wired
@@ -46,8 +50,15 @@ async def main(context: ServiceContext[Settings]) -> None:
         async def ledger(question: LedgerQuestion) -> LedgerAnswer:
             return await service.query(lambda h: h.core.ledger(question.node))
 
+        async def effects(question: PolicyEffectsQuestion) -> PolicyEffects:
+            _, problems = read(question.document)
+            if problems:
+                raise RequestFailed("bad_request", f"{problems[0].path}: {problems[0].fault}")
+            return await service.query(lambda h: h.core.policy_effects(question.document, now=datetime.now(UTC)))
+
         service.serve("explain", answering(ExplainJob, explain))
         service.serve("quota", answering(QuotaQuestion, quota))
         service.serve("ledger", answering(LedgerQuestion, ledger))
+        service.serve("policy_effects", answering(PolicyEffectsQuestion, effects))
         context.started()
         await service.run()
