@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
+
+import orjson
 
 from berth.bus.errors import RequestFailed
 from berth.contracts.requests import (
@@ -16,6 +19,7 @@ from berth.contracts.requests import (
     QuotaQuestion,
 )
 from berth.decisions.placement.core import PlacementCore
+from berth.decisions.placement.trial import policy_effects
 from berth.decisions.policy.check import read
 from berth.runtime.core_handler import CoreHandler
 from berth.runtime.process import ServiceContext, run_service
@@ -54,7 +58,8 @@ async def main(context: ServiceContext[Settings]) -> None:
             _, problems = read(question.document)
             if problems:
                 raise RequestFailed("bad_request", f"{problems[0].path}: {problems[0].fault}")
-            return await service.query(lambda h: h.core.policy_effects(question.document, now=datetime.now(UTC)))
+            records = [(kind, key, orjson.loads(body)) async for kind, key, body in parts.database.records()]
+            return await asyncio.to_thread(policy_effects, records, question.document, datetime.now(UTC))
 
         service.serve("explain", answering(ExplainJob, explain))
         service.serve("quota", answering(QuotaQuestion, quota))

@@ -30,7 +30,7 @@ from berth.contracts.events import (
     PolicyActivated,
 )
 from berth.contracts.reasons import Code, because
-from berth.contracts.requests import JobExplained, LedgerAnswer, PolicyEffects, QuotaAnswer
+from berth.contracts.requests import JobExplained, LedgerAnswer, QuotaAnswer
 from berth.decisions.core import Core, Settled
 from berth.decisions.explain.waits import explain_job, free_on_node, quota_answer
 from berth.decisions.placement.claim import claim_of, plain
@@ -38,7 +38,6 @@ from berth.decisions.placement.jobs import MICROSECONDS, Job, Phase, job_from_js
 from berth.decisions.placement.ledger import Ledger
 from berth.decisions.placement.round import Round
 from berth.decisions.placement.state import State
-from berth.decisions.placement.trial import policy_effects
 from berth.decisions.placement.turn import Turn
 from berth.decisions.policy.document import Policy
 from berth.decisions.queueing.planned import plans_from
@@ -494,10 +493,6 @@ class PlacementCore(Core):
     def ledger(self, node: str | None = None) -> LedgerAnswer:
         """Which cards are held, by whom."""
         return self.books.answer(node, self.state_version)
-
-    def policy_effects(self, document: dict[str, Any], now: datetime) -> PolicyEffects:
-        """What would follow at once if this document were in force; changes nothing."""
-        return policy_effects(self, document, now)
 
     def free(self, node: str, now: datetime) -> int:
         """Whole cards that a new job of no special claim could get on a node."""

@@ -1,77 +1,73 @@
-"""What a change of policy would do at once, tried on a copy of the decision state.
+"""What a change of policy would do at once, tried on a core rebuilt from the stored records.
 
 Between two passes a state is settled: nothing can follow by itself. So whatever the first pass under another policy does
-to a copy is what the change would do, found by the very code that would do it.
+is what the change would do, found by the very code that would do it.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from berth.contracts.envelope import Envelope
 from berth.contracts.events import JobPlaced, PolicyActivated, PreemptionPlanned
 from berth.contracts.reasons import Code, Reason, because
 from berth.contracts.requests import AffectedJob, LineEffect, NeverStarts, PolicyEffects, QuotaCut
 from berth.decisions.placement.claim import Claim, plain
+from berth.decisions.placement.core import PlacementCore
 from berth.decisions.placement.jobs import Job
+from berth.decisions.placement.state import State
 from berth.decisions.placement.turn import fits_when_empty, never_reason, options
 from berth.decisions.policy.document import Policy, ProtectionLine, Reservation
 from berth.decisions.policy.windows import is_open, next_change
 from berth.decisions.quota.book import QuotaBook
 
-if TYPE_CHECKING:
-    from berth.decisions.placement.core import PlacementCore
-    from berth.decisions.placement.state import State
-
 LISTED = 200
 """Jobs that an answer names of each kind, at most."""
-TRIED_UP_TO = 20_000
-"""Jobs up to which a copy is made: it takes about 40 us for each, during which placement does nothing else."""
+TRIED_UP_TO = 50_000
+"""Jobs up to which a pass is tried: choosing among so many may take seconds, and takes them from the service."""
 
 
-def policy_effects(core: PlacementCore, document: dict[str, Any], now: datetime) -> PolicyEffects:
+def policy_effects(records: Iterable[tuple[str, str, Any]], document: dict[str, Any], now: datetime) -> PolicyEffects:
     """What would follow at once if this document (right in form) were in force.
 
-    Costs a copy of the state and one pass; the state itself is left as it is.
+    records: of placement, as stored: kind, key, body. Costs rebuilding the state and one pass.
     """
-    state = core.state
+    core = PlacementCore()
+    core.restore(records, now=now)
+    state, policy = core.state, core.policy
+    version, state_version = state.policy_version, state.state_version
     new = Policy.from_document(document)
     book = _book_under(new, state)
+    cuts = list(_cuts(state, book))
     never = list(_never(state, new, book))
-    stops: list[AffectedJob] = []
-    starts: list[AffectedJob] = []
     is_tried = len(state.jobs) <= TRIED_UP_TO
-    if is_tried:
-        stops, starts = _tried(core, document, now)
+    stops, starts = _tried(core, document, now) if is_tried else ([], [])
     return PolicyEffects(
-        policy_version=state.policy_version,
-        state_version=state.state_version,
+        policy_version=version,
+        state_version=state_version,
         as_of=now,
         is_tried=is_tried,
-        cuts=tuple(_cuts(state, book, stops)),
+        cuts=tuple(_with_stops(cut, stops) for cut in cuts),
         stops=tuple(stops[:LISTED]),
         stops_more=max(len(stops) - LISTED, 0),
         starts=tuple(starts[:LISTED]),
         starts_more=max(len(starts) - LISTED, 0),
         never=tuple(never[:LISTED]),
         never_more=max(len(never) - LISTED, 0),
-        lines=tuple(_lines(state.policy, new, now)),
+        lines=tuple(_lines(policy, new, now)),
     )
 
 
 # ------------------------------------------------------------------------------------------------------- one pass
 def _tried(core: PlacementCore, document: dict[str, Any], now: datetime) -> tuple[list[AffectedJob], list[AffectedJob]]:
-    """Who is told to stop and who starts in the first pass under the document."""
-    # Claims and descriptions of nodes never change: sharing them halves the cost, and equal claims stay one object.
-    shared: list[object] = [*core.state.claims, *(node.changed for node in core.books.fleet.nodes.values())]
-    trial = copy.deepcopy(core, {id(value): value for value in shared})
-    trial.state.out.drain()
+    """Who is told to stop and who starts in the first pass under the document; the core is used up by it."""
+    core.settle(now=now)
+    jobs = {job_id: _affected(job) for job_id, job in core.jobs.items()}
     activated = PolicyActivated(policy_version=core.policy_version + 1, document=document, author="")
-    trial.apply(
+    core.apply(
         Envelope[PolicyActivated](
             id="trial", type=PolicyActivated.TYPE, source="/trial", subject="trial", time=now, data=activated
         ),
@@ -79,28 +75,26 @@ def _tried(core: PlacementCore, document: dict[str, Any], now: datetime) -> tupl
     )
     stops: dict[str, AffectedJob] = {}
     starts: dict[str, AffectedJob] = {}
-    for emission in trial.settle(now=now).emissions:
+    for emission in core.settle(now=now).emissions:
         data = emission.data
         if isinstance(data, PreemptionPlanned):
             for victim in data.victims:
                 workers = None if victim.workers is None else len(victim.workers)
-                stops[victim.job_id] = _affected(
-                    core.jobs[victim.job_id], gpus=victim.gpus, rule=data.rule, workers=workers
-                )
+                stopped = {"gpus": victim.gpus, "rule": data.rule, "workers": workers}
+                stops[victim.job_id] = jobs[victim.job_id].model_copy(update=stopped)
         elif isinstance(data, JobPlaced):
-            starts[data.job_id] = _affected(core.jobs[data.job_id])
+            starts[data.job_id] = jobs[data.job_id]
     return list(stops.values()), list(starts.values())
 
 
-def _affected(job: Job, *, gpus: float | None = None, rule: str = "", workers: int | None = None) -> AffectedJob:
+def _affected(job: Job, rule: str = "") -> AffectedJob:
     claim = job.claim
     return AffectedJob(
         job_id=job.id,
         tenant=claim.tenant,
         job_class=claim.job_class.value,
-        gpus=plain(job.amount or claim.shape.gpus) if gpus is None else gpus,
+        gpus=plain(job.amount or claim.shape.gpus),
         rule=rule,
-        workers=workers,
     )
 
 
@@ -118,8 +112,8 @@ def _book_under(policy: Policy, state: State) -> QuotaBook:
     return book
 
 
-def _cuts(state: State, book: QuotaBook, stops: Sequence[AffectedJob]) -> Iterator[QuotaCut]:
-    cut = {job.job_id: job for job in stops if job.rule == "quota_cut"}
+def _cuts(state: State, book: QuotaBook) -> Iterator[QuotaCut]:
+    """Tenants that would hold more than they may, with all of it draining."""
     for tenant, card_type in sorted({(t, c) for (c, t, _), amount in state.books.class_held.items() if amount}):
         over = book.excess(tenant, card_type)
         if over <= 0 or over <= state.books.quota.excess(tenant, card_type):
@@ -127,7 +121,6 @@ def _cuts(state: State, book: QuotaBook, stops: Sequence[AffectedJob]) -> Iterat
         standing = book.of(tenant, card_type)
         jobs = [job for job in _running(state, card_type) if job.claim.tenant == tenant]
         jobs.sort(key=lambda job: (-job.since, job.id))
-        stopped = sum(cut[job.id].gpus for job in jobs if job.id in cut)
         held = standing.used - standing.leaving
         yield QuotaCut(
             tenant=tenant,
@@ -135,10 +128,17 @@ def _cuts(state: State, book: QuotaBook, stops: Sequence[AffectedJob]) -> Iterat
             held=plain(held),
             may_hold=plain(max(held - over, 0)),
             over=plain(over),
-            stopped=stopped,
-            draining=max(float(over) - stopped, 0),
-            jobs=tuple(_affected(job, rule=cut[job.id].rule if job.id in cut else "") for job in jobs[:LISTED]),
+            draining=plain(over),
+            jobs=tuple(_affected(job) for job in jobs),
         )
+
+
+def _with_stops(cut: QuotaCut, stops: Sequence[AffectedJob]) -> QuotaCut:
+    """Of what is over, what would be stopped; jobs are cut to the bound."""
+    told = {job.job_id: job for job in stops if job.rule == "quota_cut"}
+    stopped = sum(told[job.job_id].gpus for job in cut.jobs if job.job_id in told)
+    jobs = tuple(told.get(job.job_id, job) for job in cut.jobs[:LISTED])
+    return cut.model_copy(update={"stopped": stopped, "draining": max(cut.over - stopped, 0), "jobs": jobs})
 
 
 def _running(state: State, card_type: str) -> Iterator[Job]:

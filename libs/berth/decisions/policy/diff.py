@@ -107,8 +107,8 @@ def _one_sided(old: Any, new: Any, path: tuple[str, ...]) -> Iterator[Change]:
     is_whole = len(path) == 2 and path[0] in _WHOLES
     if isinstance(value, Mapping) and value and not is_whole:
         for key, entry in value.items():
-            sides = (_MISSING, entry) if old is _MISSING else (entry, _MISSING)
-            yield from _compare(*sides, (*path, str(key)))
+            was, is_ = (_MISSING, entry) if old is _MISSING else (entry, _MISSING)
+            yield from _compare(was, is_, (*path, str(key)))
     elif old is _MISSING:
         yield Change(path, None, new, is_added=True)
     else:

@@ -21,7 +21,8 @@ def a_pool(**policy: Any) -> Pool:
 
 
 def effects(pool: Pool, **policy: Any) -> PolicyEffects:
-    return pool.core.policy_effects(a_policy(**policy), pool.now)
+    records = [(kind, key, body) for (kind, key), body in pool.store.items()]
+    return trial.policy_effects(records, a_policy(**policy), pool.now)
 
 
 def quota(amount: float, **more: Any) -> dict[str, Any]:
@@ -96,20 +97,6 @@ def test_nothing_is_told_of_a_document_that_changes_nothing() -> None:
     pool.submit("b", gpus=16)
     found = effects(pool, **quota(16))
     assert (found.cuts, found.stops, found.starts, found.never, found.lines) == ((), (), (), (), ())
-
-
-def test_the_trial_leaves_no_trace() -> None:
-    pool, twin = a_pool(), a_pool()
-    for each in (pool, twin):
-        for number in range(6):
-            each.after(minutes=1)
-            each.submit(f"j{number}", gpus=4)
-    effects(pool, **quota(4, defaults={"quota_cut": "preempt"}))
-    effects(pool, tenants={"other": {}})
-    assert pool.core.policy_version == 1
-    later = [each.set_policy(a_policy(**quota(8))) + each.end("j0") for each in (pool, twin)]
-    assert later[0] == later[1]
-    assert pool.store == twin.store and pool.ids == twin.ids
 
 
 def test_a_pool_too_large_for_a_trial_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
