@@ -16,7 +16,9 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
         events.JobSubmitted,
         events.JobCancelRequested,
         events.JobCancelled,
+        events.PolicyApproved,
         events.PolicyProposed,
+        events.PolicyWithdrawn,
         events.NodeChanged,
     ),
     "placement": (
