@@ -50,7 +50,6 @@ class _Span:
 
     service: str
     start: Start
-    last_commit_id: int
     last_seq: int
 
 
@@ -65,8 +64,8 @@ def export(
 ) -> Exported:
     """Write everything decided between two instants, and what it takes to decide it again.
 
-    A replay begins at the last checkpoint before `since`, so the file may reach further back than asked for. Commits
-    made while this runs are left out. Memory does not grow with the record.
+    Decisions in that range are complete, with all events they took; the file begins at the last checkpoint before
+    `since` and so may reach further back. What is decided while this runs is left out. Memory does not grow with it.
 
     Raises:
         Refused: the token is not an operator's. Unreachable: the platform, or audit is far behind.
@@ -74,7 +73,7 @@ def export(
     """
     asked_since = None if since is None else since.isoformat()
     asked_until = None if until is None else until.isoformat()
-    spans = [_span(api, service, asked_since) for service in DECIDING]
+    spans = [_span(api, service, asked_since, asked_until) for service in DECIDING]
     header = Header(
         pool,
         {span.service: span.start for span in spans},
@@ -88,7 +87,7 @@ def export(
         for span in spans:
             for state in _checkpoint(api, span):
                 file.write(state_line(span.service, state["kind"], state["key"], state["body"]) + b"\n")
-        for seq, is_commit, line in _merged(api, spans, asked_until):
+        for seq, is_commit, line in _merged(api, spans, reads_on=until is None):
             file.write(line + b"\n")
             if is_commit:
                 commits += 1
@@ -101,10 +100,10 @@ def export(
     return Exported(path, events, commits, first, last, path.stat().st_size)
 
 
-def _span(api: Transport, service: str, since: str | None) -> _Span:
-    found = api.call("GET", f"/v1/record/{service}/checkpoint", params={"since": since})
-    start = Start(found["commit_id"], found["stream_seq"])
-    return _Span(service, start, found["last_commit_id"], found["last_seq"])
+def _span(api: Transport, service: str, since: str | None, until: str | None) -> _Span:
+    found = api.call("GET", f"/v1/record/{service}/checkpoint", params={"since": since, "until": until})
+    start = Start(found["commit_id"], found["stream_seq"], found["last_commit_id"])
+    return _Span(service, start, found["last_seq"])
 
 
 def _checkpoint(api: Transport, span: _Span) -> Iterator[dict[str, str]]:
@@ -119,34 +118,34 @@ _Entry = tuple[int, int, bytes]
 """Place in the order (stream sequence), whether it is a commit, the line."""
 
 
-def _merged(api: Transport, spans: list[_Span], until: str | None) -> Iterator[_Entry]:
-    """Events and commits, each commit behind the last event it took."""
+def _merged(api: Transport, spans: list[_Span], *, reads_on: bool) -> Iterator[_Entry]:
+    """Events and commits, each commit behind the last event it took. reads_on: also what the last commits told, as far
+    as it is recorded by now."""
     first = min(span.start.stream_seq for span in spans)
     last = max(span.last_seq for span in spans)
-    streams = [_commits(api, span, until) for span in spans]
-    merged = heapq.merge(*streams, key=lambda entry: entry[0])
-    # the last commits tell what has no commit behind it: their events are read on to where the record ends by now
-    yield from heapq.merge(_events(api, first, last), merged, key=lambda entry: (entry[0], entry[1]))
+    streams = [_commits(api, span) for span in spans]
+    events = _events(api, first, last, reads_on=reads_on)
+    yield from heapq.merge(events, *streams, key=lambda entry: (entry[0], entry[1]))
 
 
-def _commits(api: Transport, span: _Span, until: str | None) -> Iterator[_Entry]:
-    after = span.start.commit_id
-    while after < span.last_commit_id:
-        page: list[dict[str, Any]] = api.call(
-            "GET", f"/v1/record/{span.service}/commits", params={"after": after, "until": until}
-        )
-        for row in itertools.takewhile(lambda row: row["id"] <= span.last_commit_id, page):
+def _commits(api: Transport, span: _Span) -> Iterator[_Entry]:
+    after, last = span.start.commit_id, span.start.last_commit_id
+    while after < last:
+        page: list[dict[str, Any]] = api.call("GET", f"/v1/record/{span.service}/commits", params={"after": after})
+        for row in itertools.takewhile(lambda row: row["id"] <= last, page):
             yield row["last_seq"], 1, commit_line(span.service, row)
         if not page:
             return
         after = page[-1]["id"]
 
 
-def _events(api: Transport, first: int, last: int) -> Iterator[_Entry]:
+def _events(api: Transport, first: int, last: int, *, reads_on: bool) -> Iterator[_Entry]:
     after, deadline = first, time.monotonic() + AUDIT_SECONDS
     while True:
         page = api.call("GET", "/v1/record/events", params={"after": after})
         for row in page["events"]:
+            if row["seq"] > last and not reads_on:
+                return
             event = RecordedEvent(row["seq"], row["type"], row["payload"].encode(), row["recorded_at"])
             yield row["seq"], 0, event_line(event)
         if page["events"]:

@@ -18,7 +18,7 @@ import contextlib
 import gzip
 import io
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Final
@@ -38,10 +38,14 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a service's replay begins: the records after commit `commit_id`, with the stream read up to `stream_seq`."""
+    """Where a service's replay begins: the records after commit `commit_id`, with the stream read up to `stream_seq`.
+
+    last_commit_id: where it ends.
+    """
 
     commit_id: int
     stream_seq: int
+    last_commit_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +128,7 @@ def _is_one_line_of_json(payload: bytes) -> bool:
 
 def header_line(header: Header) -> bytes:
     """The first line."""
-    starts = {
-        name: {"commit_id": start.commit_id, "stream_seq": start.stream_seq} for name, start in header.starts.items()
-    }
+    starts = {name: asdict(start) for name, start in header.starts.items()}
     return orjson.dumps(
         {
             "line": "header",
@@ -222,7 +224,9 @@ def _line(line: bytes) -> Line:
     if what == "header":
         if found.get("format") != FORMAT:
             raise ValueError(f"format {found.get('format')}, this program reads {FORMAT}")
-        starts = {name: Start(s["commit_id"], s["stream_seq"]) for name, s in found["services"].items()}
+        starts = {
+            name: Start(s["commit_id"], s["stream_seq"], s["last_commit_id"]) for name, s in found["services"].items()
+        }
         return Header(found["pool"], starts, found.get("made_at", ""), found.get("since"), found.get("until"))
     if what == "end":
         return End(found["events"], found["commits"])

@@ -31,8 +31,9 @@ def deciding_cores() -> dict[str, CoreFactory]:
     from berth.decisions.admission import AdmissionCore
     from berth.decisions.lifecycle import LifecycleCore
     from berth.decisions.placement.core import PlacementCore
+    from berth.decisions.serving import ServingCore
 
-    cores: tuple[type[Core], ...] = (AdmissionCore, PlacementCore, LifecycleCore)
+    cores: tuple[type[Core], ...] = (AdmissionCore, ServingCore, PlacementCore, LifecycleCore)
     return {core.NAME: core for core in cores}
 
 
@@ -152,7 +153,8 @@ class Rerun:
         self._told: dict[str, tuple[int, Emission, Commit]] = {}
         self._seen: set[str] = set()
         self._commit_lines = 0
-        self._is_whole: dict[str, bool] = {}
+        self._begins_empty: dict[str, bool] = {}
+        self._last_commits: dict[str, int] = {}
         self._seq = 0
         self._policies: set[tuple[str, str]] = set()
         self._versions: set[str] = set()
@@ -180,7 +182,8 @@ class Rerun:
                 self.verdict.notes.append(f"{name} is not replayed: this program does not know it")
                 continue
             seat = self._seats[name] = _Seat(make, start.stream_seq, start.commit_id)
-            self._is_whole[name] = start.commit_id == 0
+            self._begins_empty[name] = start.commit_id == 0
+            self._last_commits[name] = start.last_commit_id
             for fact in make().CONSUMES:
                 self._takers.setdefault(fact.TYPE, []).append(seat)
 
@@ -209,7 +212,7 @@ class Rerun:
         told = self._told.pop(id_, None)
         if told is None:
             is_repeat = id_ in self._seen  # an outbox that was published again, later than the broker remembers
-            if self._is_whole[service] and not is_repeat:
+            if self._begins_empty[service] and self._is_under_way(service) and not is_repeat:
                 raise _Differs(
                     Difference(service, "an event is recorded that was never decided", None, "", event.seq, id_)
                 )
@@ -231,6 +234,10 @@ class Rerun:
                     _shown(emission),
                 )
             )
+
+    def _is_under_way(self, service: str) -> bool:
+        """Whether commits of a service are still to come; behind its last one stands what later ones told."""
+        return self._seats[service].last_commit < self._last_commits[service]
 
     # ------------------------------------------------------------------------------------------------------ commits
     def _commit(self, commit: Commit) -> None:

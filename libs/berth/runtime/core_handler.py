@@ -32,13 +32,13 @@ class CoreHandler(BatchHandler, Generic[C]):
     def __init__(self, core: C, *, pool: str, heavy: bool = False, recorded: bool = False) -> None:
         self.core = core
         self.is_heavy = heavy
-        self._is_recorded = recorded
+        self.is_recorded = recorded
         self._given: list[bytes] = []
         self.filters = core_filters(type(core), pool=pool)
 
     async def load(self, database: Database, *, now: datetime) -> None:
         """Rebuild the core from the stored records."""
-        if self._is_recorded:
+        if self.is_recorded:
             await take_checkpoint(database, self.core.NAME)
         records = [(kind, key, orjson.loads(body)) async for kind, key, body in database.records()]
         self.core.restore(records, now=now)

@@ -24,7 +24,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
 
@@ -50,6 +50,7 @@ from berth.store.errors import TransientError as StoreTransientError
 from berth.store.leader import Leadership
 from berth.store.outbox import OutboxRow
 from berth.store.parked import Parked
+from berth.store.recorded import CHECKPOINT_EVERY
 from berth.telemetry.logs import get_logger
 from berth.telemetry.metrics import PipelineMetrics
 from berth.telemetry.tracing import batch_span
@@ -59,6 +60,8 @@ IDLE_SECONDS: Final = 1.0
 PUBLISH_DEADLINE_SECONDS: Final = 5.0
 FIRST_RETRY_SECONDS: Final = 0.05
 LAST_RETRY_SECONDS: Final = 2.0
+RENEW_AFTER: Final = CHECKPOINT_EVERY + timedelta(minutes=1)
+PATIENCE_FOR_QUIET: Final = timedelta(hours=1)
 OFF_LOOP_FROM: Final = 8
 """A pass over so many messages runs in a thread, so that leases and health are answered meanwhile; below, the hop would
 cost more than the pass."""
@@ -90,6 +93,9 @@ class BatchHandler(ABC):
     gather_seconds: float = 0.0
     """How long to let more messages come before a batch is begun. Only for readers that nobody waits for: they leave
     the processor and the disk to those on a job's path, and a transaction then covers many events."""
+
+    is_recorded: bool = False
+    """Whether it is made anew once a day, with a checkpoint of its records, at which a replay can begin."""
 
     @abstractmethod
     async def load(self, database: Database, *, now: datetime) -> None:
@@ -143,6 +149,7 @@ class _Taken:
     message: Message
     event_id: str
     entity: str
+    trace: str | None
 
 
 @dataclass(slots=True)
@@ -190,6 +197,7 @@ class EventService(Generic[H]):
         self._log = get_logger(service)
         self._handler: H | None = None
         self._loaded_at: datetime | None = None  # when the handler was made from its records; None: it has committed
+        self._made_at = self._clock()
         self._calls: list[_Call[H]] = []
         self._answers: dict[str, Callable[[CoreMessage], Awaitable[bytes]]] = {}
         self._lock = asyncio.Lock()
@@ -292,7 +300,16 @@ class EventService(Generic[H]):
                 if self._lost.is_set():
                     raise Deposed(self._service, self._epoch)
                 async with self._lock:
+                    await self._renew(is_idle=not messages)
                     await self._work(puller, messages)
+
+    async def _renew(self, *, is_idle: bool) -> None:
+        """Once a day make a recorded handler anew from its records, in a quiet moment if one comes within the hour."""
+        if self._handler is None or not self._handler.is_recorded:
+            return
+        age = self._clock() - self._made_at
+        if age > RENEW_AFTER + (timedelta(0) if is_idle else PATIENCE_FOR_QUIET):
+            self._handler = await self._loaded()
 
     async def _make_consumer(self) -> None:
         """A bus that was restarted has no consumers; the position is ours, so a new one is as good."""
@@ -321,7 +338,7 @@ class EventService(Generic[H]):
                 handler = self._make_handler()
                 now = self._clock()
                 await handler.load(self._database, now=now)
-                self._loaded_at = now
+                self._loaded_at = self._made_at = now
                 return handler
             except StoreTransientError as error:
                 self._log.warning("waiting for the database", reason=str(error))
@@ -403,7 +420,7 @@ class EventService(Generic[H]):
         if handler is None:
             raise Deposed(self._service, self._epoch)
         taken = [_taken(message) for message in messages]
-        span = batch_span(self._service, self._service, [m.header(HEADER_TRACE) for m in messages])
+        span = batch_span(self._service, self._service, [item.trace for item in taken])
         with span:
             committed = await self._commit(handler, taken, calls, span, parking)
             await fault_point(f"{self._service}.between_commit_and_publish")
@@ -425,7 +442,9 @@ class EventService(Generic[H]):
             note = Note(loaded=self._loaded_at)
             for replay in replays:
                 known = replay.message
-                if self._apply(handler, tx, _Taken(_replayed(replay), known.event_id, known.entity), now, causes, ""):
+                message = _replayed(replay)
+                again = _Taken(message, known.event_id, known.entity, message.header(HEADER_TRACE))
+                if self._apply(handler, tx, again, now, causes, ""):
                     note.before.append(replay.payload)
             took = []
             for item in taken:
@@ -487,7 +506,7 @@ class EventService(Generic[H]):
         except PoisonMessage as poison:
             self._park(tx, item, str(poison))
             return False
-        causes[item.event_id] = (message.header(HEADER_TRACE), None)
+        causes[item.event_id] = (item.trace, None)
         return True
 
     def _park(self, tx: BatchTransaction, item: _Taken, reason: str) -> None:
@@ -561,9 +580,9 @@ class EventService(Generic[H]):
 
 
 def _taken(message: Message) -> _Taken:
-    tokens = message.subject.split(".")
+    tokens = message.subject.split(".", 5)
     entity = tokens[4] if len(tokens) > 5 else message.subject
-    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity)
+    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity, message.header(HEADER_TRACE))
 
 
 def _id_inside(message: Message) -> str:

@@ -95,7 +95,7 @@ def event_service(
         on_leading=lambda _: context.health.set("leader", None),
     )
     context.background("stand by", _stand_by(context))
-    context.critical("housekeeping", keep_house(parts.database, checkpoints_of=service if recorded else None))
+    context.critical("housekeeping", keep_house(parts.database, has_checkpoints=recorded))
     made.serve("parked", ParkedAnswers(parts.database).answer)
     if recorded:
         made.serve("commits", answering(CommitsQuestion, lambda asked: _commits(parts.database, asked)))
@@ -104,13 +104,13 @@ def event_service(
 
 
 async def _commits(database: Database, asked: CommitsQuestion) -> list[dict[str, Any]]:
-    return await commits_page(database, after=asked.after, until=asked.until)
+    return await commits_page(database, after=asked.after)
 
 
 async def _checkpoint(database: Database, asked: CheckpointQuestion) -> object:
     if asked.commit_id is not None:
         return await checkpoint_page(database, asked.commit_id, kind=asked.kind, key=asked.key)
-    found = await find_checkpoint(database, since=asked.since)
+    found = await find_checkpoint(database, since=asked.since, until=asked.until)
     if found is None:
         raise RequestFailed("not_found", "no checkpoint yet")
     return asdict(found)

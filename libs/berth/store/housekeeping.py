@@ -22,7 +22,7 @@ import asyncpg
 from berth.store.common_v1 import SLOT_SECONDS, SLOTS
 from berth.store.database import Database
 from berth.store.errors import TransientError
-from berth.store.recorded import drop_checkpoints, take_checkpoint
+from berth.store.recorded import drop_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,10 @@ PRUNE_EVERY_S = 60.0
 ROWS_AT_ONCE = 5000
 
 
-async def keep_house(database: Database, *, checkpoints_of: str | None = None) -> None:
+async def keep_house(database: Database, *, has_checkpoints: bool = False) -> None:
     """Write off what was published and prune, until cancelled. One for each process; several do not disturb each other.
 
-    Args:
-        checkpoints_of: consumer of a deciding service, whose records are copied once a day.
+    has_checkpoints: the schema is a deciding service's.
     """
     since_prune_s = PRUNE_EVERY_S
     while True:
@@ -47,8 +46,7 @@ async def keep_house(database: Database, *, checkpoints_of: str | None = None) -
             if since_prune_s >= PRUNE_EVERY_S:
                 since_prune_s = 0.0
                 await prune(database)
-                if checkpoints_of is not None:
-                    await take_checkpoint(database, checkpoints_of)
+                if has_checkpoints:
                     await drop_checkpoints(database)
         except TransientError as error:
             log.warning("housekeeping of %s will be tried again: %s", database.settings.schema, error)

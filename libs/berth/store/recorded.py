@@ -1,7 +1,8 @@
 """What a deciding service keeps so that its decisions can be run again: its commit log, and checkpoints of its records.
 
 A checkpoint is a copy of the records as they were after one commit. Replay begins at one: the first of a new schema is
-empty, and later ones make it possible to begin at a later day, or after the oldest commits are gone.
+empty, and later ones make it possible to begin at a later day, or after the oldest commits are gone. They are taken only
+where the service rebuilds its core from the records anyway, so that replay begins with exactly what the service had.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PAGE_ROWS = 2000
 class Checkpoint:
     """The records as they were after commit `commit_id` (0: before the first), with the position in the stream.
 
-    last_commit_id, last_seq: how far the commit log goes when asked.
+    last_commit_id, last_seq: how far the commit log goes, up to the instant asked for.
     """
 
     commit_id: int
@@ -71,7 +72,9 @@ async def drop_checkpoints(database: Database, *, kept: timedelta = CHECKPOINTS_
         )
 
 
-async def find_checkpoint(database: Database, *, since: datetime | None) -> Checkpoint | None:
+async def find_checkpoint(
+    database: Database, *, since: datetime | None, until: datetime | None = None
+) -> Checkpoint | None:
     """The newest checkpoint taken by `since`, the oldest where that is earlier than all; with None the oldest.
 
     None: there is none yet.
@@ -80,10 +83,12 @@ async def find_checkpoint(database: Database, *, since: datetime | None) -> Chec
     async with database.reader() as connection:
         row = await connection.fetchrow(
             "SELECT commit_id, taken_at, stream_seq, coalesce(c.id, commit_id), coalesce(c.last_seq, stream_seq) "
-            f"FROM {schema}.checkpoint LEFT JOIN (SELECT id, last_seq FROM {schema}.commits ORDER BY id DESC LIMIT 1) c "
-            "ON true ORDER BY (taken_at <= $1) IS TRUE DESC, "
-            "CASE WHEN taken_at <= $1 THEN -commit_id ELSE commit_id END LIMIT 1",
+            f"FROM {schema}.checkpoint LEFT JOIN (SELECT id, last_seq FROM {schema}.commits "
+            "WHERE $2::timestamptz IS NULL OR clock <= $2 ORDER BY id DESC LIMIT 1) c "
+            f"ON true WHERE commit_id = coalesce((SELECT max(commit_id) FROM {schema}.checkpoint WHERE taken_at <= $1), "
+            f"(SELECT min(commit_id) FROM {schema}.checkpoint))",
             since,
+            until,
         )
     return None if row is None else Checkpoint(*row)
 
@@ -110,15 +115,14 @@ async def checkpoint_page(database: Database, commit_id: int, *, kind: str, key:
     return page
 
 
-async def commits_page(database: Database, *, after: int, until: datetime | None) -> list[dict[str, Any]]:
-    """Commits behind number `after` up to `until`, in order, about a mebibyte; empty at the end."""
+async def commits_page(database: Database, *, after: int) -> list[dict[str, Any]]:
+    """Commits behind number `after`, in order, about a mebibyte; empty at the end."""
     schema = database.settings.schema
     async with database.reader() as connection:
         rows = await connection.fetch(
             "SELECT id, first_seq, last_seq, timers, clock, emitted, decisions_version, policy_version, digest, events "
-            f"FROM {schema}.commits WHERE id > $1 AND ($2::timestamptz IS NULL OR clock <= $2) ORDER BY id LIMIT $3",
+            f"FROM {schema}.commits WHERE id > $1 ORDER BY id LIMIT $2",
             after,
-            until,
             PAGE_ROWS,
         )
     page: list[dict[str, Any]] = []

@@ -56,7 +56,7 @@ class CommitView(BaseModel):
 
 
 class CheckpointView(BaseModel):
-    """Where a replay can begin, and how far the commit log goes by now."""
+    """Where a replay can begin, and how far the commit log goes, up to the instant asked for."""
 
     commit_id: int
     taken_at: str
@@ -94,9 +94,8 @@ async def record_commits(
     deps: Parts,
     who: Caller,
     after: Annotated[int, Query(ge=0, le=NUMBER, description="behind this number")] = 0,
-    until: Annotated[AwareDatetime | None, Query(description="up to this instant")] = None,
 ) -> Response:
-    return await _page(deps, who, service, "commits", CommitsQuestion(after=after, until=until))
+    return await _page(deps, who, service, "commits", CommitsQuestion(after=after))
 
 
 @router.get(
@@ -109,8 +108,9 @@ async def record_checkpoint(
     deps: Parts,
     who: Caller,
     since: Annotated[AwareDatetime | None, Query(description="cover all from this instant; as early as can be")] = None,
+    until: Annotated[AwareDatetime | None, Query(description="only commits up to it are of interest")] = None,
 ) -> Response:
-    return await _page(deps, who, service, "checkpoint", CheckpointQuestion(since=since))
+    return await _page(deps, who, service, "checkpoint", CheckpointQuestion(since=since, until=until))
 
 
 @router.get(
