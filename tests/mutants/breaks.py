@@ -22,7 +22,7 @@ PLACE = D + "placement/"
 
 BREAKS: tuple[Break, ...] = (
     # ------------------------------------------------------------------------------------------------- ground rules
-    Break("1 one holder", PLACE + "fleet.py", "return not card.owner and not card.parts", "return not card.parts"),
+    Break("1 one holder", PLACE + "fleet.py", "            card.owner = owner", "            pass"),
     Break("2 gang whole", PLACE + "claim.py", "is_gang=spec.gang", "is_gang=False"),
     Break(
         "3 one live attempt",
