@@ -61,7 +61,7 @@ BREAKS: tuple[Break, ...] = (
         "            key.append(tuple(sorted((piece.priority for piece in pieces), reverse=True)))",
         "            key.append(-len(pieces))",
     ),
-    Break("7 freed room is kept", PLACE + "ledger.py", "if self.held_for.get(uuid) == job_id:", "if True:"),
+    Break("7 freed room is kept", PLACE + "ledger.py", "self.held_for[uuid] = job_id", "pass"),
     Break(
         "8 a reason for every wait",
         D + "explain/waits.py",
