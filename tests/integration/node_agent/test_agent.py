@@ -1,6 +1,8 @@
 """The agent as a process, on a real bus, with real programs."""
 
+import asyncio
 import os
+import random
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -350,6 +352,33 @@ async def test_a_killed_agent_comes_back_to_its_workers(platform: Platform) -> N
     finish(platform, "goes-on")
     assert (await platform.hear(WorkerExited, "goes-on")).exit_code == 7
     assert len(platform.told(WorkerStarted)) == 2
+
+
+async def test_killed_amid_launches_nothing_runs_twice_and_every_end_is_told(platform: Platform) -> None:
+    """The agent is killed four times while commands pour in; each job leaves a line when its program runs."""
+    agent = await platform.start_agent()
+    script = ("sh", "-c", 'echo "$BERTH_JOB_ID" >> ../../../../ran')
+    number = 0
+    for _ in range(4):
+        for _ in range(12):
+            number += 1
+            await platform.order(platform.launch(*script, job=f"j{number}", fence=number), copies=2)
+        await asyncio.sleep(random.uniform(0.0, 0.1))
+        await platform.kill_agent(agent)
+        agent = await platform.start_agent()
+    jobs = {f"j{n}" for n in range(1, number + 1)}
+
+    def settled() -> set[str]:
+        released = {fact.job_id for fact in platform.told(WorkerReleased)}
+        return released | {fact.job_id for fact in platform.told(CommandRefused)}
+
+    await platform.until(lambda: settled() == jobs, "end of every job", seconds=30)
+    ran = (platform.directory / "home" / "nodes" / "ran").read_text().split()
+    assert len(ran) == len(set(ran))
+    done = {fact.job_id for fact in platform.told(WorkerExited) if fact.reason is None}
+    assert done <= set(ran)
+    never = {fact.job_id for fact in platform.told(CommandRefused)} - {f.job_id for f in platform.told(WorkerStarted)}
+    assert not never & set(ran)
 
 
 async def test_what_was_not_told_is_told_when_the_bus_is_back(platform: Platform) -> None:
