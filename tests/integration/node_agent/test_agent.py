@@ -372,7 +372,7 @@ async def test_killed_amid_launches_nothing_runs_twice_and_every_end_is_told(pla
         released = {fact.job_id for fact in platform.told(WorkerReleased)}
         return released | {fact.job_id for fact in platform.told(CommandRefused)}
 
-    await platform.until(lambda: settled() == jobs, "end of every job", seconds=30)
+    await platform.until(lambda: jobs <= settled(), "end of every job", seconds=30)
     ran = (platform.directory / "home" / "nodes" / "ran").read_text().split()
     assert len(ran) == len(set(ran))
     done = {fact.job_id for fact in platform.told(WorkerExited) if fact.reason is None}
