@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from berth.contracts.commands import WorkerPlan
+from berth.contracts.commands import ReconcileNode, WorkerPlan
 from berth.contracts.events import (
     CommandRefused,
     GpuConditionReported,
@@ -306,13 +306,41 @@ async def test_reconciling_stops_what_is_not_kept(platform: Platform) -> None:
     platform.inventory.reconciles = False
     platform.inventory.epochs.clear()
     await platform.until(lambda: len(platform.inventory.registrations) == 2, "second registration")
-    from berth.contracts.commands import ReconcileNode
-
     epoch = platform.inventory.epochs["n1"]
     await platform.order(ReconcileNode(node="n1", epoch=epoch, expires_at=soon()))
     await platform.hear(WorkerReleased, "old")
     await platform.order(platform.launch("true", job="new", fence=2))
     await platform.hear(WorkerReleased, "new")
+
+
+async def test_a_late_reconciling_leaves_alone_what_its_session_has_launched(platform: Platform) -> None:
+    await platform.start_agent()
+    await platform.order(platform.launch(*WAITING))
+    await platform.hear(WorkerStarted)
+    late = ReconcileNode(node="n1", epoch=platform.inventory.epochs["n1"], expires_at=soon())
+    await platform.order(late, copies=2)
+    await platform.order(platform.launch("true", job="j2", fence=2))
+    await platform.hear(WorkerReleased, "j2")
+    finish(platform, "j1")
+    assert (await platform.hear(WorkerExited, "j1")).exit_code == 7
+
+
+async def test_a_bus_that_sends_all_commands_again_changes_nothing(platform: Platform) -> None:
+    await platform.start_agent()
+    await platform.order(platform.launch("sh", "-c", "echo ran >> ../../../../ran", job="done"))
+    await platform.order(platform.launch(*WAITING, job="runs", fence=2))
+    await platform.order(platform.launch("sleep", "600", job="stopped", fence=3))
+    await platform.hear(WorkerStarted, "stopped")
+    await platform.order(platform.stop(job="stopped", fence=3))
+    await platform.hear(WorkerReleased, "stopped")
+    await platform.restart_bus()
+    await platform.order(platform.launch("true", job="after", fence=4))
+    await platform.hear(WorkerReleased, "after", seconds=30)
+    finish(platform, "runs")
+    assert (await platform.hear(WorkerExited, "runs")).exit_code == 7
+    assert (platform.directory / "home" / "nodes" / "ran").read_text() == "ran\n"
+    assert len(platform.told(WorkerStarted)) == 4
+    assert platform.told(CommandRefused) == []
 
 
 # -- faults of cards
