@@ -19,6 +19,7 @@ from berth.contracts.events import (
     WorkerReleased,
     WorkerStarted,
 )
+from berth.contracts.nodes import TelemetryFrame
 from berth.contracts.reasons import Code
 from tests.integration.node_agent.platform_of_tests import Platform, soon
 
@@ -219,13 +220,18 @@ async def test_output_is_answered_piece_by_piece_in_whole_characters(platform: P
 # -- telemetry, lease
 
 
+def busy_frames(platform: Platform) -> list[TelemetryFrame]:
+    return [frame for frame in platform.inventory.frames if any(gpu.process_count for gpu in frame.gpus)]
+
+
 async def test_telemetry_shows_what_runs(platform: Platform) -> None:
     await platform.start_agent()
     card = (WorkerPlan(worker=0, gpus=(platform.gpus()[0],)),)
     await platform.order(platform.launch("sleep", "600", workers=card))
     await platform.hear(WorkerStarted)
-    await platform.until(lambda: any(frame.workers == 1 for frame in platform.inventory.frames), "frame")
-    frame = next(frame for frame in reversed(platform.inventory.frames) if frame.workers == 1)
+    await platform.until(lambda: bool(busy_frames(platform)), "frame")
+    frame = busy_frames(platform)[0]
+    assert frame.workers == 1
     assert [(gpu.process_count, gpu.utilization_percent) for gpu in frame.gpus] == [(1, 95.0), (0, 0.0)]
 
 
@@ -462,7 +468,7 @@ async def test_metrics_show_cards_and_counts(platform: Platform) -> None:
     card = platform.gpus()[1]
     await platform.order(platform.launch(*WAITING, workers=(WorkerPlan(worker=0, gpus=(card,)),)))
     await platform.hear(WorkerStarted)
-    await platform.until(lambda: any(frame.workers for frame in platform.inventory.frames), "frame")
+    await platform.until(lambda: bool(busy_frames(platform)), "frame")
     page = await platform.metrics()
     assert 'berth_agent_launches_total{outcome="started"} 1.0' in page
     busy = [line for line in page.splitlines() if line.startswith("DCGM_FI_DEV_GPU_UTIL{") and card in line]
