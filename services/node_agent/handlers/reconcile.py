@@ -16,15 +16,22 @@ log = get_logger("node_agent")
 
 
 def on_reconcile_node(event: Envelope[ReconcileNode], node: Node, deps: Deps, trace: str) -> None:
-    """Stop what the platform does not count on any more; from now on launches are taken."""
+    """Stop what the platform does not count on any more; from now on launches are taken.
+
+    It speaks of what was there when the session began: what was launched since is none of its business, however late or
+    often it arrives.
+    """
     order = event.data
     if reason := refuse_session(node.view, order, deps.clock.now()):
         refuse(event, node, reason, deps, trace=trace)
         return
+    if node.is_repeated(event.id, order.expires_at.timestamp()):
+        return
     kept = {(keep.job_id, keep.attempt, keep.worker, keep.fence) for keep in order.keep}
     stopped = 0
     for worker in node.live():
-        if worker.is_live and (worker.job_id, worker.attempt, worker.worker, worker.fence) not in kept:
+        named = (worker.job_id, worker.attempt, worker.worker, worker.fence)
+        if worker.is_live and worker.epoch != order.epoch and named not in kept:
             stopped += 1
             grace = min(worker.grace_seconds, deps.settings.lease_grace_seconds)
             stop_worker(node, worker, deps, grace_seconds=grace, reason=NOT_KEPT)
