@@ -16,10 +16,16 @@ log = get_logger("node_agent")
 
 
 def on_reconcile_node(event: Envelope[ReconcileNode], node: Node, deps: Deps, trace: str) -> None:
-    """Stop what the platform does not count on any more; from now on launches are taken."""
+    """Stop what the platform does not count on any more; from now on launches are taken.
+
+    Only the first of a session: one that comes again (the bus forgets acknowledgements when it is killed) does not know
+    of what was launched since.
+    """
     order = event.data
     if reason := refuse_session(node.view, order, deps.clock.now()):
         refuse(event, node, reason, deps, trace=trace)
+        return
+    if node.view.is_reconciled:
         return
     kept = {(keep.job_id, keep.attempt, keep.worker, keep.fence) for keep in order.keep}
     stopped = 0

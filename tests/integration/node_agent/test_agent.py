@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from berth.contracts.commands import WorkerPlan
+from berth.contracts.commands import ReconcileNode, WorkerPlan
 from berth.contracts.events import (
     CommandRefused,
     GpuConditionReported,
@@ -96,6 +96,19 @@ async def test_a_repeated_launch_has_one_effect(platform: Platform) -> None:
     assert (platform.directory / "home" / "nodes" / "ran").read_text() == "ran\n"
     assert len(platform.told(WorkerStarted, "j1")) == 1
     assert platform.told(CommandRefused) == []
+
+
+async def test_a_repeated_reconciliation_does_not_stop_what_was_launched_since(platform: Platform) -> None:
+    await platform.start_agent()
+    epoch = platform.inventory.epochs["n1"]
+    order = ReconcileNode(node="n1", epoch=epoch, expires_at=soon())
+    await platform.order(platform.launch(*WAITING))
+    await platform.hear(WorkerStarted)
+    await platform.order(order, copies=2)
+    await platform.order(platform.launch("true", job="j2"))
+    await platform.hear(WorkerReleased, "j2")
+    finish(platform, "j1")
+    assert (await platform.hear(WorkerExited, "j1")).exit_code == 7
 
 
 async def test_stop_ends_the_workers_and_their_descendants(platform: Platform) -> None:
@@ -304,8 +317,6 @@ async def test_reconciling_stops_what_is_not_kept(platform: Platform) -> None:
     platform.inventory.reconciles = False
     platform.inventory.epochs.clear()
     await platform.until(lambda: len(platform.inventory.registrations) == 2, "second registration")
-    from berth.contracts.commands import ReconcileNode
-
     epoch = platform.inventory.epochs["n1"]
     await platform.order(ReconcileNode(node="n1", epoch=epoch, expires_at=soon()))
     await platform.hear(WorkerReleased, "old")
