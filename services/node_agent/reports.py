@@ -16,6 +16,7 @@ from berth.bus.errors import TransientError
 from berth.bus.publisher import Outgoing, Publisher, PubResult
 from berth.contracts import subjects
 from berth.contracts.envelope import HEADER_TENANT, HEADER_TRACE, HEADER_TYPE, Fact
+from berth.runtime.faults import fault_point
 from berth.telemetry.logs import get_logger
 from services.node_agent.journal import Journal
 from services.node_agent.workers import Report, Worker
@@ -170,7 +171,9 @@ class Reporter:
                 continue
             self._in_flight = len(batch)
             await self._journal.durable()
+            await fault_point("node_agent.before_publish")
             await self._publish(batch)
+            await fault_point("node_agent.between_publish_and_note")
             self._in_flight = 0
             if len(batch) >= BUSY_FROM and len(self._waiting) < BATCH:
                 await asyncio.sleep(GATHER_SECONDS)

@@ -18,14 +18,14 @@ log = get_logger("node_agent")
 def on_reconcile_node(event: Envelope[ReconcileNode], node: Node, deps: Deps, trace: str) -> None:
     """Stop what the platform does not count on any more; from now on launches are taken.
 
-    It speaks of what was there when the session began: what was launched since is none of its business, however late or
-    often it arrives.
+    Only the first of a session, and only of what was there when it began: one that comes again (the bus forgets
+    acknowledgements when it is killed) does not know of what was launched since.
     """
     order = event.data
     if reason := refuse_session(node.view, order, deps.clock.now()):
         refuse(event, node, reason, deps, trace=trace)
         return
-    if node.is_repeated(event.id, order.expires_at.timestamp()):
+    if node.view.is_reconciled:
         return
     kept = {(keep.job_id, keep.attempt, keep.worker, keep.fence) for keep in order.keep}
     stopped = 0

@@ -101,6 +101,19 @@ async def test_a_repeated_launch_has_one_effect(platform: Platform) -> None:
     assert platform.told(CommandRefused) == []
 
 
+async def test_a_repeated_reconciliation_does_not_stop_what_was_launched_since(platform: Platform) -> None:
+    await platform.start_agent()
+    epoch = platform.inventory.epochs["n1"]
+    order = ReconcileNode(node="n1", epoch=epoch, expires_at=soon())
+    await platform.order(platform.launch(*WAITING))
+    await platform.hear(WorkerStarted)
+    await platform.order(order, copies=2)
+    await platform.order(platform.launch("true", job="j2"))
+    await platform.hear(WorkerReleased, "j2")
+    finish(platform, "j1")
+    assert (await platform.hear(WorkerExited, "j1")).exit_code == 7
+
+
 async def test_stop_ends_the_workers_and_their_descendants(platform: Platform) -> None:
     await platform.start_agent()
     await platform.order(platform.launch("sh", "-c", "trap '' TERM; sleep 600 & while :; do sleep 0.05; done"))
