@@ -17,7 +17,6 @@ from berth.decisions.recording import Tally, emission_body
 from berth.decisions.recording import event_id as id_of
 from berth.telemetry.tracing import BatchSpan, event_span
 
-
 _quoted = lru_cache(maxsize=1024)(quote)
 """A pool has few tenants, and quoting a name costs more than all other headers together."""
 
