@@ -124,6 +124,11 @@ class BatchHandler(ABC):
         """Events, as JSON, that calls of `change` handed in since the last call: recorded, so that replay has them."""
         return []
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decisions depend on besides events and records; recorded with each start."""
+        return {}
+
     def next_timer(self) -> datetime | None:
         """When to settle without a message; None: never."""
         return None
@@ -446,7 +451,7 @@ class EventService(Generic[H]):
             replays = await tx.take_replays() if self._database.parked_changed.is_set() else []
             fresh = await tx.new_ids([item.event_id for item in taken]) if taken else set()
             causes: dict[str, tuple[str | None, str | None]] = {}
-            note = Note(loaded=self._loaded_at)
+            note = Note(loaded=self._loaded_at, settings=handler.settings)
             for replay in replays:
                 known = replay.message
                 message = _replayed(replay)
