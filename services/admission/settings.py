@@ -17,5 +17,7 @@ class Settings(BerthSettings):
         None, description="policy document for a pool that has none yet; none: jobs are held"
     )
     shortest_lost_after_seconds: int = Field(
-        SHORTEST_LOST_AFTER, ge=0, description="a policy with a shorter lost_after is refused; lower only where clocks run faster"
+        SHORTEST_LOST_AFTER,
+        ge=0,
+        description="a policy with a shorter lost_after is refused; lower only where clocks run faster",
     )
