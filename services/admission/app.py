@@ -36,7 +36,8 @@ async def main(context: ServiceContext[Settings]) -> None:
             context,
             parts,
             service=SERVICE,
-            make_handler=lambda: CoreHandler(AdmissionCore(shortest_lost_after=shortest), pool=pool),
+            make_handler=lambda: CoreHandler(AdmissionCore(shortest_lost_after=shortest), pool=pool, recorded=True),
+            recorded=True,
         )
 
         async def check(question: PolicyCheckQuestion) -> PolicyCheckAnswer:
@@ -58,18 +59,18 @@ async def _propose_first(service: EventService[CoreHandler[AdmissionCore]], path
             proposed = PolicyProposed(
                 proposal_id=FIRST_POLICY, document=document, author="platform", why=f"first policy, from {path.name}"
             )
-            handler.core.apply(_envelope(proposed, pool), now=now)
+            handler.take_in(_envelope(proposed, pool, now), now=now)
 
     await service.change(propose)
 
 
-def _envelope(proposed: PolicyProposed, pool: str) -> Envelope[PolicyProposed]:
+def _envelope(proposed: PolicyProposed, pool: str, now: datetime) -> Envelope[PolicyProposed]:
     return Envelope[PolicyProposed](
         id=f"{proposed.proposal_id}.0.PolicyProposed",
         type=PolicyProposed.TYPE,
         source=f"/berth/{pool}/{SERVICE}",
         subject=proposed.proposal_id,
-        time=datetime.now(UTC),
+        time=now,
         actor="platform",
         data=proposed,
     )

@@ -33,6 +33,7 @@ from services.node_agent.handlers.stop import stop_worker
 from services.node_agent.journal import Journal
 from services.node_agent.metrics import AgentMetrics, show_cards
 from services.node_agent.node import Node
+from services.node_agent.peers import Peers, fleet_key
 from services.node_agent.process.runtime import WorkerRuntime
 from services.node_agent.process.simulated import SimulatedWorkers
 from services.node_agent.process.supervisors import Supervisors
@@ -40,6 +41,7 @@ from services.node_agent.reports import Reporter
 from services.node_agent.sampling import DriverGone, Sampler
 from services.node_agent.sessions import Sessions
 from services.node_agent.settings import NodeSpec, Settings
+from services.node_agent.workers import AGENT_ENDS
 
 SERVICE: Final = "node_agent"
 BUS_USER: Final = "fleet"
@@ -101,6 +103,7 @@ async def _host(
     show_cards(context.registry, deps.nodes, samplers)
     sessions = Sessions(bus, deps, samplers, pool=pool)
     await sessions.open()
+    await _meet_peers(context.settings, sessions, deps, stack)
     for name, node in deps.nodes.items():
         await bus.serve(subjects.node_request(pool, name, "logs"), partial(_ask, answer_logs, node, deps))
         if isinstance(node.driver, SimDriver):
@@ -124,6 +127,22 @@ async def _host(
     await end_work(deps)
 
 
+async def _meet_peers(settings: Settings, sessions: Sessions, deps: Deps, stack: contextlib.AsyncExitStack) -> None:
+    """Answer other agents, and ask them, where they are named."""
+    peers = Peers(
+        pool=settings.pool,
+        nodes=deps.nodes,
+        hears=sessions.hears,
+        addresses=settings.node_peers,
+        key=fleet_key(settings.nats_credentials_file),
+    )
+    sessions.consult(peers)
+    if settings.node_peer_address:
+        host, _, port = settings.node_peer_address.rpartition(":")
+        server = await peers.serve(host, int(port))
+        stack.callback(server.close)
+
+
 def _registered(sessions: Sessions, total: int) -> str | None:
     return f"{sessions.missing} of {total} nodes not registered" if sessions.missing else None
 
@@ -138,7 +157,7 @@ async def end_work(deps: Deps) -> None:
     live = [(node, worker) for node in deps.nodes.values() for worker in node.live() if worker.is_live]
     log.info("ending all work", workers=len(live), grace_seconds=grace)
     for node, worker in live:
-        stop_worker(node, worker, deps, grace_seconds=grace, reason="agent ends its work")
+        stop_worker(node, worker, deps, grace_seconds=grace, reason=AGENT_ENDS)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(END_WORK_SECONDS):
             while any(worker.is_live for node in deps.nodes.values() for worker in node.live()):  # noqa: ASYNC110

@@ -42,7 +42,8 @@ async def main(context: ServiceContext[Settings]) -> None:
             context,
             parts,
             service=SERVICE,
-            make_handler=lambda: CoreHandler(PlacementCore(), pool=pool, heavy=True),
+            make_handler=lambda: CoreHandler(PlacementCore(), pool=pool, heavy=True, recorded=True),
+            recorded=True,
         )
 
         async def explain(question: ExplainJob) -> JobExplained:

@@ -251,3 +251,27 @@ class UsageQuestion(Wire):
 
 class ChainQuestion(Wire):
     """To audit (`verify`): does the hash chain hold from the first row to the last?"""
+
+
+class RecordPageQuestion(Wire):
+    """To audit (`page`): events behind stream sequence `after`, oldest first, about a mebibyte, with where the record
+    ends by now."""
+
+    after: int = 0
+
+
+class CommitsQuestion(Wire):
+    """To a deciding service (`commits`): its commit log behind number `after`, about a mebibyte."""
+
+    after: int = 0
+
+
+class CheckpointQuestion(Wire):
+    """To a deciding service (`checkpoint`): where a replay can begin that covers `since` (None: as early as can be); or,
+    with its commit_id, its records behind (kind, key), about a mebibyte. until: only commits up to it are of interest."""
+
+    since: Instant | None = None
+    until: Instant | None = None
+    commit_id: int | None = None
+    kind: str = ""
+    key: str = ""

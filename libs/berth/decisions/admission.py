@@ -60,8 +60,13 @@ class AdmissionCore(Core):
         PolicyWithdrawn,
     )
 
-    def __init__(self, *, shortest_lost_after: int = SHORTEST_LOST_AFTER) -> None:
-        """Without policy and nodes. shortest_lost_after: see `berth.decisions.policy.check.check`."""
+    def __init__(self, *, shortest_lost_after: int = SHORTEST_LOST_AFTER, runs_services: bool = False) -> None:
+        """Without policy and nodes.
+
+        shortest_lost_after: see `berth.decisions.policy.check.check`. runs_services: a serving part is there to make
+        replicas; without it a service would be accepted and never start.
+        """
+        self._runs_services = runs_services
         self._shortest_lost_after = shortest_lost_after
         self.fleet = Fleet()
         self.policy = Policy()
@@ -332,6 +337,9 @@ class AdmissionCore(Core):
         if spec.tenant not in self.policy.tenants:
             known = ", ".join(sorted(self.policy.tenants)) or "none"
             return [because(Code.UNKNOWN_TENANT, tenant=spec.tenant, remedy=f"use one of the pool's tenants: {known}")]
+        if spec.service is not None and not self._runs_services:
+            remedy = "submit the model server as an ordinary job: this pool does not run replicas yet"
+            return [because(Code.UNSUPPORTED, field="service", remedy=remedy)]
         found = [*self._over_limits(spec), *self._unknown_types(spec)]
         if not found and self.policy.for_class(spec.job_class).never_fits == "refuse":
             found = self._never(spec)

@@ -24,7 +24,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
 
@@ -40,6 +40,7 @@ from berth.contracts import subjects
 from berth.contracts.consumers import consumer_filters
 from berth.contracts.envelope import HEADER_ID, HEADER_TRACE
 from berth.decisions.core import Emission
+from berth.decisions.recording import Note
 from berth.runtime.emissions import EmissionEncoder, Encoded
 from berth.runtime.faults import fault_point
 from berth.store.batch import BatchTransaction, CommitEntry, ParkedMessage
@@ -49,6 +50,7 @@ from berth.store.errors import TransientError as StoreTransientError
 from berth.store.leader import Leadership
 from berth.store.outbox import OutboxRow
 from berth.store.parked import Parked
+from berth.store.recorded import CHECKPOINT_EVERY
 from berth.telemetry.logs import get_logger
 from berth.telemetry.metrics import PipelineMetrics
 from berth.telemetry.tracing import batch_span
@@ -58,6 +60,8 @@ IDLE_SECONDS: Final = 1.0
 PUBLISH_DEADLINE_SECONDS: Final = 5.0
 FIRST_RETRY_SECONDS: Final = 0.05
 LAST_RETRY_SECONDS: Final = 2.0
+RENEW_AFTER: Final = CHECKPOINT_EVERY + timedelta(minutes=1)
+PATIENCE_FOR_QUIET: Final = timedelta(hours=1)
 OFF_LOOP_FROM: Final = 8
 """A pass over so many messages runs in a thread, so that leases and health are answered meanwhile; below, the hop would
 cost more than the pass."""
@@ -90,6 +94,9 @@ class BatchHandler(ABC):
     """How long to let more messages come before a batch is begun. Only for readers that nobody waits for: they leave
     the processor and the disk to those on a job's path, and a transaction then covers many events."""
 
+    is_recorded: bool = False
+    """Whether it is made anew once a day, with a checkpoint of its records, at which a replay can begin."""
+
     @abstractmethod
     async def load(self, database: Database, *, now: datetime) -> None:
         """Read the stored state; called on a fresh handler, once."""
@@ -108,6 +115,10 @@ class BatchHandler(ABC):
 
     async def write(self, tx: BatchTransaction) -> None:  # noqa: B027 - most have nothing of their own
         """Statements of the service's own, in the same transaction."""
+
+    def given(self) -> list[bytes]:
+        """Events, as JSON, that calls of `change` handed in since the last call: recorded, so that replay has them."""
+        return []
 
     def next_timer(self) -> datetime | None:
         """When to settle without a message; None: never."""
@@ -138,6 +149,7 @@ class _Taken:
     message: Message
     event_id: str
     entity: str
+    trace: str | None
 
 
 @dataclass(slots=True)
@@ -184,6 +196,8 @@ class EventService(Generic[H]):
         self._encoder = EmissionEncoder(service=service, pool=pool)
         self._log = get_logger(service)
         self._handler: H | None = None
+        self._loaded_at: datetime | None = None  # when the handler was made from its records; None: it has committed
+        self._made_at = self._clock()
         self._calls: list[_Call[H]] = []
         self._answers: dict[str, Callable[[CoreMessage], Awaitable[bytes]]] = {}
         self._lock = asyncio.Lock()
@@ -286,7 +300,16 @@ class EventService(Generic[H]):
                 if self._lost.is_set():
                     raise Deposed(self._service, self._epoch)
                 async with self._lock:
+                    await self._renew(is_idle=not messages)
                     await self._work(puller, messages)
+
+    async def _renew(self, *, is_idle: bool) -> None:
+        """Once a day make a recorded handler anew from its records, in a quiet moment if one comes within the hour."""
+        if self._handler is None or not self._handler.is_recorded:
+            return
+        age = self._clock() - self._made_at
+        if age > RENEW_AFTER + (timedelta(0) if is_idle else PATIENCE_FOR_QUIET):
+            self._handler = await self._loaded()
 
     async def _make_consumer(self) -> None:
         """A bus that was restarted has no consumers; the position is ours, so a new one is as good."""
@@ -313,7 +336,9 @@ class EventService(Generic[H]):
             try:
                 await self._publish_leftovers()
                 handler = self._make_handler()
-                await handler.load(self._database, now=self._clock())
+                now = self._clock()
+                await handler.load(self._database, now=now)
+                self._loaded_at = self._made_at = now
                 return handler
             except StoreTransientError as error:
                 self._log.warning("waiting for the database", reason=str(error))
@@ -395,7 +420,7 @@ class EventService(Generic[H]):
         if handler is None:
             raise Deposed(self._service, self._epoch)
         taken = [_taken(message) for message in messages]
-        span = batch_span(self._service, self._service, [m.header(HEADER_TRACE) for m in messages])
+        span = batch_span(self._service, self._service, [item.trace for item in taken])
         with span:
             committed = await self._commit(handler, taken, calls, span, parking)
             await fault_point(f"{self._service}.between_commit_and_publish")
@@ -414,38 +439,48 @@ class EventService(Generic[H]):
             replays = await tx.take_replays() if self._database.parked_changed.is_set() else []
             fresh = await tx.new_ids([item.event_id for item in taken]) if taken else set()
             causes: dict[str, tuple[str | None, str | None]] = {}
+            note = Note(loaded=self._loaded_at)
             for replay in replays:
                 known = replay.message
-                self._apply(handler, tx, _Taken(_replayed(replay), known.event_id, known.entity), now, causes, "")
+                message = _replayed(replay)
+                again = _Taken(message, known.event_id, known.entity, message.header(HEADER_TRACE))
+                if self._apply(handler, tx, again, now, causes, ""):
+                    note.before.append(replay.payload)
+            took = []
             for item in taken:
                 if item.event_id in fresh:
                     fresh.discard(item.event_id)
-                    self._apply(handler, tx, item, now, causes, parking)
+                    if self._apply(handler, tx, item, now, causes, parking):
+                        took.append(item.message.stream_seq)
+            note.took = None if len(took) == len(taken) else took
             for call in calls:
                 call.result = call.work(handler, now)
+            note.after = handler.given()
             outcome = await self._settle(handler, now, len(taken))
-            encoded, digest = self._encoder.encode(outcome.emissions, now=now, causes=causes, batch=span)
+            encoded, tally = self._encoder.encode(outcome.emissions, now=now, causes=causes, batch=span)
             tx.upsert_records((kind, key, body) for kind, key, body in outcome.records if body is not None)
             tx.delete_records((kind, key) for kind, key, body in outcome.records if body is None)
             rows = [OutboxRow(e.event_id, e.subject, orjson.dumps(e.headers), e.payload) for e in encoded]
             tx.add_outbox(rows)
             if taken:
                 tx.set_position(self._service, taken[-1].message.stream_seq, stream=subjects.EVENTS_STREAM)
-            if causes or outcome.timers or calls or encoded:
-                tx.log_commit(
-                    CommitEntry(
-                        first_seq=taken[0].message.stream_seq if taken else self._position,
-                        last_seq=taken[-1].message.stream_seq if taken else self._position,
-                        timers=outcome.timers,
-                        clock=now,
-                        emitted=len(encoded),
-                        decisions_version=handler.decisions_version,
-                        policy_version=handler.policy_version,
-                        digest=digest,
-                    )
+            note.sums = tally.sums
+            tx.log_commit(
+                CommitEntry(
+                    first_seq=taken[0].message.stream_seq if taken else self._position + 1,
+                    last_seq=taken[-1].message.stream_seq if taken else self._position,
+                    timers=outcome.timers,
+                    clock=now,
+                    emitted=len(encoded),
+                    decisions_version=handler.decisions_version,
+                    policy_version=handler.policy_version,
+                    digest=tally.digest(),
+                    events=note.to_json(),
                 )
+            )
             await handler.write(tx)
             await fault_point(f"{self._service}.before_commit")
+        self._loaded_at = None
         self._metrics.commit_seconds.observe(perf_counter() - started)
         return _Committed(encoded, tx.outbox_ids)
 
@@ -457,20 +492,22 @@ class EventService(Generic[H]):
         now: datetime,
         causes: dict[str, tuple[str | None, str | None]],
         parking: str,
-    ) -> None:
+    ) -> bool:
+        """Let the handler take it in; False: it is parked instead."""
         message = item.message
         if tx.is_entity_parked(item.entity):
             self._park(tx, item, "an earlier message of this entity is parked")
-            return
+            return False
         if parking:
             self._park(tx, item, parking)
-            return
+            return False
         try:
             handler.apply(message, now=now)
         except PoisonMessage as poison:
             self._park(tx, item, str(poison))
-            return
-        causes[item.event_id] = (message.header(HEADER_TRACE), None)
+            return False
+        causes[item.event_id] = (item.trace, None)
+        return True
 
     def _park(self, tx: BatchTransaction, item: _Taken, reason: str) -> None:
         message = item.message
@@ -543,9 +580,9 @@ class EventService(Generic[H]):
 
 
 def _taken(message: Message) -> _Taken:
-    tokens = message.subject.split(".")
+    tokens = message.subject.split(".", 5)
     entity = tokens[4] if len(tokens) > 5 else message.subject
-    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity)
+    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity, message.header(HEADER_TRACE))
 
 
 def _id_inside(message: Message) -> str:

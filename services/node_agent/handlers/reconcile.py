@@ -10,6 +10,7 @@ from services.node_agent.handlers.refusals import refuse
 from services.node_agent.handlers.stop import stop_worker
 from services.node_agent.node import Node
 from services.node_agent.rules import refuse_session
+from services.node_agent.workers import NOT_KEPT
 
 log = get_logger("node_agent")
 
@@ -26,6 +27,6 @@ def on_reconcile_node(event: Envelope[ReconcileNode], node: Node, deps: Deps, tr
         if worker.is_live and (worker.job_id, worker.attempt, worker.worker, worker.fence) not in kept:
             stopped += 1
             grace = min(worker.grace_seconds, deps.settings.lease_grace_seconds)
-            stop_worker(node, worker, deps, grace_seconds=grace, reason="not kept")
+            stop_worker(node, worker, deps, grace_seconds=grace, reason=NOT_KEPT)
     node.view.is_reconciled = True
     log.info("reconciled", node=node.name, epoch=order.epoch, kept=len(kept), stopped=stopped)

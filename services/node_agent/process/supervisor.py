@@ -457,7 +457,9 @@ class Supervisor:
             return False
         try:
             with open(self.lease_path, "rb") as lease:
-                self.lease_deadline_ns = max(self.lease_deadline_ns, int(lease.read(64)))
+                deadline, grace_ms = lease.read(64).split()
+            self.lease_deadline_ns = max(self.lease_deadline_ns, int(deadline))
+            self.lease_grace_ms = int(grace_ms)
         except (OSError, ValueError):
             pass  # no word counts as no renewal
         return now_ns >= self.lease_deadline_ns

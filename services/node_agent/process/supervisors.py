@@ -2,7 +2,8 @@
 
 On disk, below the state directory:
 
-    NODE/lease      deadline of the node's lease, CLOCK_BOOTTIME ns; supervisors look when the one they know is past
+    NODE/lease      "DEADLINE GRACE": end of the node's lease, CLOCK_BOOTTIME ns, and ms from SIGTERM to SIGKILL then;
+                    supervisors look when the end they know is past
     NODE/workers/JOB.ATTEMPT.WORKER/    see `supervisor.py`; the program's own directory is `work` in it
     NODE/done/JOB.ATTEMPT.WORKER/       the same, moved here once the end was reported; kept for its log
 """
@@ -65,8 +66,7 @@ class Supervisors:
     Args:
         root: state directory; one agent at a time.
         log_piece_bytes: two pieces of this size are kept of each worker's output.
-        lease_grace_seconds: from SIGTERM to SIGKILL when a lease has run out; the platform counts on it before it
-            gives the cards away, so it is the same on all nodes.
+        lease_grace_seconds: from SIGTERM to SIGKILL when a lease has run out that was renewed without a grace.
         platform_env: variables for every worker, beside those of `environment.py`.
     """
 
@@ -88,6 +88,7 @@ class Supervisors:
         self._boot_id = boot_id()
         self._live: dict[tuple[str, WorkerKey], _Watched] = {}
         self._deadlines: dict[str, int] = {}
+        self._graces_ms: dict[str, int] = {}
         self._ready_nodes: set[str] = set()
         self._cleaning: set[asyncio.Task[None]] = set()
 
@@ -116,7 +117,7 @@ class Supervisors:
             _spec(launch),
             str(self._lease_path(launch.node)),
             self._deadlines.get(launch.node, 0),
-            self._lease_grace_ms,
+            self._graces_ms.get(launch.node, self._lease_grace_ms),
             int(launch.grace_seconds * 1000),
             self._log_piece_bytes,
             self._boot_id,
@@ -228,15 +229,17 @@ class Supervisors:
             pass  # it has just ended; the loop will hear of it
         return True
 
-    def renew(self, node: str, deadline_boottime_ns: int) -> None:
+    def renew(self, node: str, deadline_boottime_ns: int, grace_seconds: float | None = None) -> None:
         """Write the node's deadline where its supervisors look; never moves back."""
         self._prepare(node)
         if deadline_boottime_ns <= self._deadlines.get(node, 0):
             return
         self._deadlines[node] = deadline_boottime_ns
+        grace_ms = self._lease_grace_ms if grace_seconds is None else int(grace_seconds * 1000)
+        self._graces_ms[node] = grace_ms
         path = self._lease_path(node)
         draft = path.with_suffix(".new")
-        draft.write_text(str(deadline_boottime_ns))
+        draft.write_text(f"{deadline_boottime_ns} {grace_ms}")
         draft.replace(path)
 
     # -- taking over
@@ -263,18 +266,19 @@ class Supervisors:
                 self._move_to_done(key, node)
                 continue
             watched = _Watched(record.worker, directory, record.supervisor_pid, record.supervisor_ticks)
-            if self._still_supervised(record):
+            if exit_ := _read_exit(directory, record.worker):
+                ended.append(exit_)
+            elif self._still_supervised(record):
                 self._watch(watched)
                 running.append(record.worker)
-            elif exit_ := _read_exit(directory, record.worker):
-                ended.append(exit_)
             elif record.boot_id != self._boot_id:
                 ended.append(_lost(record.worker, "machine restarted"))
             else:
                 orphans.append(watched)
         for orphan in orphans:
             await _end_strays_of(orphan)
-            ended.append(_lost(orphan.worker, "supervisor died"))
+            exit_ = _read_exit(orphan.directory, orphan.worker)  # it may have ended between the two looks above
+            ended.append(exit_ or _lost(orphan.worker, "supervisor died"))
         return Adoption(tuple(running), tuple(ended), tuple(never))
 
     def _still_supervised(self, record: _Record) -> bool:

@@ -34,6 +34,7 @@ class Inventory:
     every_seconds: float = 0.2
     pool_nodes: int = 0
     is_silent: bool = False
+    deaf_to: set[str] = field(default_factory=set)
     reconciles: bool = True
     epoch: int = 0
     registrations: list[RegisterNode] = field(default_factory=list)
@@ -121,9 +122,9 @@ class Platform:
 
     async def _register(self, request: CoreMessage) -> bytes:
         asked = RegisterNode.model_validate_json(request.data)
-        if self.inventory.is_silent:
-            await asyncio.sleep(3600)
         node = asked.description.node
+        if self.inventory.is_silent or node in self.inventory.deaf_to:
+            await asyncio.sleep(3600)
         self.inventory.epoch += 1
         self.inventory.epochs[node] = epoch = self.inventory.epoch
         self.inventory.registrations.append(asked)
@@ -147,7 +148,7 @@ class Platform:
 
     async def _on_frame(self, message: CoreMessage) -> None:
         frame = TelemetryFrame.model_validate_json(message.data)
-        if self.inventory.is_silent:
+        if self.inventory.is_silent or frame.node in self.inventory.deaf_to:
             return
         self.inventory.frames.append(frame)
         self._changed.set()

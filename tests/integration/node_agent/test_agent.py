@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -239,19 +240,55 @@ async def test_an_unheard_node_stops_its_work_and_registers_anew(platform: Platf
 
 
 async def test_work_goes_on_when_the_platform_is_gone_for_most_of_the_pool(platform: Platform) -> None:
-    platform.inventory.lease_seconds, platform.inventory.pool_nodes = 1.0, 3
+    platform.inventory.lease_seconds, platform.inventory.pool_nodes = 2.0, 3
     await platform.start_agent("n1=1xL4-24G,n2=1xL4-24G")
     await platform.order(platform.launch(*WAITING))
     await platform.hear(WorkerStarted)
     platform.inventory.is_silent = True
     with pytest.raises(AssertionError):
-        await platform.hear(WorkerExited, seconds=3)
+        await platform.hear(WorkerExited, seconds=5)
     platform.inventory.is_silent = False
     seen = len(platform.inventory.frames)
     await platform.until(lambda: len(platform.inventory.frames) > seen + 4, "frames")
     assert len(platform.inventory.registrations) == 2
     finish(platform, "j1")
     assert (await platform.hear(WorkerExited)).exit_code == 7
+
+
+async def start_two_agents(platform: Platform) -> None:
+    """n1 and n2, each with an agent of its own that knows the other."""
+    ports = [free_port(), free_port()]
+    platform.inventory.lease_seconds, platform.inventory.pool_nodes = 3.0, 3
+    for number, port in enumerate(ports):
+        await platform.start_agent(
+            f"n{number + 1}=1xL4-24G",
+            home=str(platform.directory / f"home{number + 1}"),
+            node_peer_address=f"127.0.0.1:{port}",
+            node_peers=f"127.0.0.1:{ports[1 - number]}",
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_work_goes_on_when_the_peers_do_not_hear_the_platform_either(platform: Platform) -> None:
+    await start_two_agents(platform)
+    await platform.order(platform.launch("sleep", "600"))
+    await platform.hear(WorkerStarted)
+    platform.inventory.is_silent = True
+    with pytest.raises(AssertionError):
+        await platform.hear(WorkerExited, seconds=6)
+
+
+async def test_a_node_whose_peers_hear_the_platform_is_the_one_cut_off(platform: Platform) -> None:
+    await start_two_agents(platform)
+    await platform.order(platform.launch("sleep", "600"))
+    await platform.hear(WorkerStarted)
+    platform.inventory.deaf_to.add("n1")
+    await platform.hear(WorkerExited)
 
 
 async def test_a_node_inventory_does_not_know_registers_again(platform: Platform) -> None:
@@ -341,12 +378,15 @@ async def test_told_to_leave_the_agent_leaves_its_programs_running(platform: Pla
 
 async def test_told_to_end_its_work_the_agent_reports_every_end(platform: Platform) -> None:
     agent = await platform.start_agent()
+    polite = ("sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     for number in range(3):
-        await platform.order(platform.launch("sleep", "600", job=f"j{number}", fence=number + 1))
+        await platform.order(platform.launch(*polite, job=f"j{number}", fence=number + 1))
     await platform.hear(WorkerStarted, count=3)
     agent.send_signal(signal.SIGINT)
     assert await agent.wait() == 0
     await platform.hear(WorkerReleased, count=3)
+    codes = {exited.reason.code for exited in platform.told(WorkerExited) if exited.reason is not None}
+    assert codes == {Code.WORKER_LOST}  # not "succeeded", whatever code a polite program leaves with
 
 
 async def test_a_second_agent_on_the_same_state_is_kept_out(platform: Platform) -> None:

@@ -11,10 +11,17 @@ from berth.client.documents import DocumentError, path_text, read_jobs, read_jso
 
 
 def test_scalars_are_those_of_yaml_1_2() -> None:
-    text = "[1, -2, 0o17, 0x1F, 1.5, 1e3, .inf, true, null, ~, no, on, 1:30, 2026-03-02, '7', 012]"
+    text = "[1, -2, 0o17, 0x1F, 1.5, 1e3, true, null, ~, no, on, 1:30, 2026-03-02, '7', 012]"
     [document] = read_yaml(text)
-    expected = [1, -2, 15, 31, 1.5, 1000.0, float("inf"), True, None, None, "no", "on", "1:30", "2026-03-02", "7", 12]
+    expected = [1, -2, 15, 31, 1.5, 1000.0, True, None, None, "no", "on", "1:30", "2026-03-02", "7", 12]
     assert document.value == expected
+
+
+@pytest.mark.parametrize("text", ["a: {b: [1, .nan]}", "a: {b: [1, -.inf]}", "a: {b: [1, 1e999]}"])
+def test_numbers_are_finite(text: str) -> None:
+    with pytest.raises(DocumentError) as caught:
+        read_yaml(text)
+    assert (caught.value.code, caught.value.field) == ("not_finite", "a.b[1]")
 
 
 def test_block_texts_and_quotes_are_kept() -> None:

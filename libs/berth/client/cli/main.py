@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from berth.client.cli import admin, jobs, policy, pool
+from berth.client.cli import admin, jobs, policy, pool, record
 from berth.client.cli.session import Json, chosen, explain, print_json
 
 EMBEDDED: Final = frozenset({"up", "down", "status", "demo", "scenarios"})
@@ -66,6 +66,7 @@ jobs.register(app)
 pool.register(app)
 policy.register(app)
 admin.register(app)
+record.register(app)
 
 
 def _register_embedded(arguments: list[str]) -> None:

@@ -69,6 +69,10 @@ def waiting_reasons(state: State, job: Job, now: datetime) -> tuple[Reason, ...]
         making = make_room(job, scene, state.caps(job.claim))
         reasons += blocked_reasons(making.blocked, types[0] if types else None, job.claim.shape.gpus)
     reasons += _overtaken(state, job)
+    group = state.waiting.group(job.claim)
+    if not reasons and group is not None:
+        # the last pass had no cause to look at this queue: the answer it once gave still stands
+        reasons = list(group.reasons)
     return tuple(
         reason if reason.blocked_by else reason.model_copy(update={"blocked_by": _holders(state, job, reason)})
         for reason in reasons
@@ -87,7 +91,8 @@ def _scene_for(state: State, job: Job) -> Scene:
         scene.heads = {card_type: head for card_type, head in last.heads.items() if head != job.id}
         scene.tenant_heads = {key: head for key, head in last.tenant_heads.items() if head != job.id}
         mine = state.order_of(job)
-        ahead = {other for other in state.jobs if state.order_of(state.jobs[other]) < mine} if scene.heads else set()
+        heads = {*scene.heads.values(), *scene.tenant_heads.values()} & set(state.jobs)
+        ahead = {other for other in heads if state.order_of(state.jobs[other]) < mine}
         scene.heads = {card_type: head for card_type, head in scene.heads.items() if head in ahead}
         scene.tenant_heads = {key: head for key, head in scene.tenant_heads.items() if head in ahead}
         scene.shadows = {
@@ -183,11 +188,23 @@ def quota_answer(state: State, tenant: str | None, now: datetime | None) -> Quot
 
 
 _NOBODY = Claim("", JobClass.GENERAL, 0, Shape((WorkerKind("", 1, 1),)))
+"""A job of no special claim: no line and no reservation is for it."""
 
 
 def free_on_node(state: State, node_name: str, now: datetime) -> int:
-    """Whole free cards on a node that are not held for anybody and not kept by a line for others."""
+    """Whole free cards on a node that are not held for anybody, less what must stay free for others in the pool."""
     node = state.books.fleet.nodes.get(node_name)
     if node is None:
         return 0
-    return sum(len(state.books.fleet.free_cards(node, card_type)) for card_type in node.rows)
+    state.now = max(now, state.now)
+    scene = state.new_scene()
+    total = 0
+    for card_type in node.rows:
+        free = len(state.books.fleet.free_cards(node, card_type))
+        kept = sum(
+            scene.unfilled(keep, card_type)
+            for keep in state.keeper.active(card_type, state.now)
+            if keep.job_class is not _NOBODY.job_class
+        )
+        total += max(min(free, state.books.fleet.pools[card_type].free_total - int(kept)), 0)
+    return total

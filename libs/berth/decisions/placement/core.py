@@ -134,6 +134,7 @@ class PlacementCore(Core):
         self.state.cause, self.state.now = event.id, now
         handler(event, now)
         self.state.state_version += 1
+        self.state.touch_meta()  # receipts name the version: a core that is rebuilt goes on counting where it was
 
     # ---------------------------------------------------------------------------------------- coming into the queue
     def _on_admitted(self, event: Envelope[Any], now: datetime) -> None:
@@ -494,6 +495,6 @@ class PlacementCore(Core):
         """Which cards are held, by whom."""
         return self.books.answer(node, self.state_version)
 
-    def free(self, node: str, now: datetime) -> int:
+    def free_on(self, node: str, now: datetime) -> int:
         """Whole cards that a new job of no special claim could get on a node."""
         return free_on_node(self.state, node, now)

@@ -16,7 +16,17 @@ from berth.decisions.placement.ledger import Taken
 from berth.decisions.placement.scene import Plan, Scene
 from berth.decisions.placement.turn import Turn, options, take_turn
 from berth.decisions.preemption.choose import Question, choose, order_key
-from berth.decisions.preemption.victims import Cap, Judge, Piece, Rule, find_pieces, pieces_of
+from berth.decisions.preemption.victims import (
+    Cap,
+    Judge,
+    Piece,
+    Rule,
+    Search,
+    crew_of,
+    find_pieces,
+    pieces_of,
+    rule_for,
+)
 from berth.decisions.quota.keep import Opening
 
 
@@ -29,6 +39,8 @@ class Making:
     pieces: list[Piece] = field(default_factory=list)
     blocked: dict[Code, int] = field(default_factory=dict)
     turn: Turn = field(default_factory=Turn)
+    is_coming: bool = False
+    """What leaves anyway is enough: nobody else is stopped."""
 
 
 def make_room(job: Job, scene: Scene, caps: Sequence[Cap], *, types: Sequence[str] | None = None) -> Making:
@@ -42,6 +54,8 @@ def make_room(job: Job, scene: Scene, caps: Sequence[Cap], *, types: Sequence[st
         if card_type not in scene.books.fleet.pools or not scene.books.crews.get(card_type):
             continue
         pieces = _on_type(job, claim, card_type, scene, caps, making, worker)
+        if pieces is None and making.is_coming:
+            return making
         if pieces is not None:
             making.pieces = pieces
             making.plan = _plan(job, scene, making.turn, pieces)
@@ -76,9 +90,16 @@ def _on_type(
         return None
     with scene.books.without(leaving):
         fits = _try(job, claim, card_type, scene, worker)
-        if fits is not None:
-            making.turn = fits
-            return []
+    if fits is not None:
+        # Enough is coming free. It is kept for the job only if it could have asked for it; else it waits in its order.
+        making.turn = fits
+        rules = [
+            rule_for(claim, card_type, scene, needed, crew_of(scene.books.placed[owner]), caps, Search([], {}))
+            for owner in owners_of(fits.held or [], scene)
+        ]
+        making.is_coming = True
+        return [] if rules and all(rule is not None for rule in rules) else None
+    with scene.books.without(leaving):
         judge = Judge(claim, card_type, scene, needed, caps)
         found: dict[int, Turn] = {}
 

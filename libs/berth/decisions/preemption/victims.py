@@ -82,12 +82,17 @@ def find_pieces(claim: Claim, card_type: str, scene: Scene, needed: Amount, caps
     """
     search = Search([], {})
     for crew in sorted(scene.books.crews.get(card_type, {})):
-        rule = _rule_for(claim, card_type, scene, needed, crew, caps, search)
+        rule = rule_for(claim, card_type, scene, needed, crew, caps, search)
         if rule is None:
             continue
         for job in scene.books.crews[card_type][crew].values():
             _add_pieces(job, card_type, scene, rule, search)
     return search
+
+
+def crew_of(job: Job) -> Crew:
+    """Tenant, class and priority of a job."""
+    return (job.claim.tenant, job.claim.job_class, job.claim.priority)
 
 
 def class_allows(scene: Scene, mine: JobClass, theirs: JobClass) -> bool:
@@ -96,7 +101,7 @@ def class_allows(scene: Scene, mine: JobClass, theirs: JobClass) -> bool:
     return mine not in rank or theirs not in rank or rank[mine] <= rank[theirs]
 
 
-def _rule_for(
+def rule_for(
     claim: Claim,
     card_type: str,
     scene: Scene,
@@ -105,6 +110,7 @@ def _rule_for(
     caps: Sequence[Cap],
     search: Search,
 ) -> Rule | None:
+    """By which rule, if any, jobs of a crew may be stopped for a claim, each on its own."""
     tenant, job_class, priority = crew
     settings = scene.policy.for_class(claim.job_class).preemption
     wanted: Rule | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -14,6 +15,8 @@ from berth.contracts.nodes import NodeState
 from berth.contracts.reasons import Code, because
 from tests.unit.decisions.builders import Pool, a_node, of_type
 
+HISTORIES = int(os.environ.get("BERTH_TEST_HISTORIES", "120"))
+"""More of them make a long run."""
 TENANTS = ("lab", "shop", "ops")
 CLASSES = ("training", "inference", "interactive", "general")
 
@@ -238,7 +241,7 @@ def check_quota(history: History, before: dict[str, Any]) -> None:
                 assert book.pot_left(standing.cohort, "H100-80G") >= 0 or book.excess(name, "H100-80G") == 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=HISTORIES, deadline=None)
 @given(policies, st.lists(step, min_size=1, max_size=40))
 def test_ground_rules_hold_in_any_history(policy: dict[str, Any], steps: list[tuple[Any, ...]]) -> None:
     history = History(policy)
@@ -251,7 +254,7 @@ def test_ground_rules_hold_in_any_history(policy: dict[str, Any], steps: list[tu
             check_quota(history, before)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=HISTORIES * 2 // 3, deadline=None)
 @given(policies, st.lists(step, min_size=1, max_size=25), st.lists(step, min_size=1, max_size=15))
 def test_restart_at_any_point_changes_no_decision(
     policy: dict[str, Any], before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]
