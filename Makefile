@@ -48,7 +48,7 @@ status: $(STAMP) ## say what runs
 bench: $(STAMP) ## print the figures of bench/RESULTS.md, one JSON line each
 	@$(BIN)/python -m bench
 
-schemas: $(STAMP) ## write the JSON Schemas of all messages anew (tests/contract/schemas)
+schemas: $(STAMP) ## write the JSON Schemas of all messages and of the policy document anew
 	@$(BIN)/python -m tests.contract.freeze
 
 clean: ## remove .venv, caches and the embedded platform's data (stop it first)

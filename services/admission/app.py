@@ -12,7 +12,6 @@ from berth.contracts.envelope import Envelope
 from berth.contracts.events import PolicyProposed
 from berth.contracts.requests import PolicyCheckAnswer, PolicyCheckQuestion
 from berth.decisions.admission import AdmissionCore
-from berth.decisions.policy.check import check
 from berth.runtime.core_handler import CoreHandler
 from berth.runtime.event_service import EventService
 from berth.runtime.process import ServiceContext, run_service
@@ -31,20 +30,24 @@ def run() -> None:
 async def main(context: ServiceContext[Settings]) -> None:
     """Until cancelled."""
     pool = context.settings.pool
+    shortest = context.settings.shortest_lost_after_seconds
     async with wired(context, service=SERVICE) as parts:
         service = event_service(
-            context, parts, service=SERVICE, make_handler=lambda: CoreHandler(AdmissionCore(), pool=pool)
+            context,
+            parts,
+            service=SERVICE,
+            make_handler=lambda: CoreHandler(AdmissionCore(shortest_lost_after=shortest), pool=pool, recorded=True),
+            recorded=True,
         )
-        service.serve("check_policy", answering(PolicyCheckQuestion, _check))
+
+        async def check(question: PolicyCheckQuestion) -> PolicyCheckAnswer:
+            return await service.query(lambda h: h.core.check_policy(question.document, now=datetime.now(UTC)))
+
+        service.serve("check_policy", answering(PolicyCheckQuestion, check))
         if context.settings.policy_file is not None:
             context.background("first policy", _propose_first(service, context.settings.policy_file, pool))
         context.started()
         await service.run()
-
-
-def _check(question: PolicyCheckQuestion) -> PolicyCheckAnswer:
-    problems = check(question.document)
-    return PolicyCheckAnswer(is_valid=not problems, problems=tuple(problem.to_json() for problem in problems))
 
 
 async def _propose_first(service: EventService[CoreHandler[AdmissionCore]], path: Path, pool: str) -> None:
@@ -56,18 +59,18 @@ async def _propose_first(service: EventService[CoreHandler[AdmissionCore]], path
             proposed = PolicyProposed(
                 proposal_id=FIRST_POLICY, document=document, author="platform", why=f"first policy, from {path.name}"
             )
-            handler.core.apply(_envelope(proposed, pool), now=now)
+            handler.take_in(_envelope(proposed, pool, now), now=now)
 
     await service.change(propose)
 
 
-def _envelope(proposed: PolicyProposed, pool: str) -> Envelope[PolicyProposed]:
+def _envelope(proposed: PolicyProposed, pool: str, now: datetime) -> Envelope[PolicyProposed]:
     return Envelope[PolicyProposed](
         id=f"{proposed.proposal_id}.0.PolicyProposed",
         type=PolicyProposed.TYPE,
         source=f"/berth/{pool}/{SERVICE}",
         subject=proposed.proposal_id,
-        time=datetime.now(UTC),
+        time=now,
         actor="platform",
         data=proposed,
     )

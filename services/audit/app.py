@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from berth.contracts.requests import ChainQuestion, RecordQuestion, UsageQuestion
+from berth.contracts.requests import ChainQuestion, RecordPageQuestion, RecordQuestion, UsageQuestion
 from berth.runtime.process import ServiceContext, run_service
 from berth.runtime.wiring import CHECKS, answering, event_service, wired
 from services.audit.handlers import AuditHandler
 from services.audit.settings import Settings
-from services.audit.store.queries import events_of, usage, verify_chain
+from services.audit.store.queries import events_of, record_page, usage, verify_chain
 
 SERVICE = "audit"
 
@@ -32,6 +32,10 @@ async def main(context: ServiceContext[Settings]) -> None:
         async def verify(_: ChainQuestion) -> object:
             return await verify_chain(database)
 
+        async def page(asked: RecordPageQuestion) -> object:
+            return await record_page(database, after=asked.after)
+
+        service.serve("page", answering(RecordPageQuestion, page))
         service.serve("events", answering(RecordQuestion, events))
         service.serve("usage", answering(UsageQuestion, used))
         service.serve("verify", answering(ChainQuestion, verify))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import uvicorn
 
-from berth.bus.connection import Connection, CoreMessage
+from berth.bus.connection import Connection, Subscription
 from berth.bus.publisher import Publisher
 from berth.contracts import subjects
 from berth.contracts.requests import SecretsAnswer, SecretsQuestion
@@ -83,20 +85,16 @@ def _token(path: Path | None) -> str:
     return path.read_text().strip() if path is not None and path.is_file() else ""
 
 
-async def _serve_secrets(bus: Connection, pool: str, queries: Queries):  # type: ignore[no-untyped-def]
+async def _serve_secrets(bus: Connection, pool: str, queries: Queries) -> Subscription:
     """Answer agents that start a job with its secret values; any process may."""
 
     async def answer(asked: SecretsQuestion) -> SecretsAnswer:
         values = await queries.secrets(asked.job_id, asked.names)
         return SecretsAnswer(is_known=set(values) >= set(asked.names), values=values)
 
-    handle = answering(SecretsQuestion, answer)
-
-    async def serve(request: CoreMessage) -> bytes:
-        found: bytes = await handle(request)
-        return found
-
-    return await bus.serve(subjects.request(pool, SERVICE, "secrets"), serve, queue=SERVICE)
+    return await bus.serve(
+        subjects.request(pool, SERVICE, "secrets"), answering(SecretsQuestion, answer), queue=SERVICE
+    )
 
 
 async def _prune(queries: Queries, settings: Settings) -> None:
@@ -110,7 +108,7 @@ class _Server(uvicorn.Server):
     """Uvicorn without its own signal handling: the process's is ours."""
 
     @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
+    def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
 
@@ -130,6 +128,7 @@ async def _serve_api(context: ServiceContext[Settings], deps: Deps) -> None:
         h11_max_incomplete_event_size=64 * 1024,
         backlog=2048,
     )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it says at start, we say ourselves
     server = _Server(config)
     serving = asyncio.create_task(server.serve(), name="api")
     run_file = settings.run_directory / "gateway-api.json"

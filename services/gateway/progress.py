@@ -115,10 +115,11 @@ class JobProgress:
         self._wait(data.reasons, at)
         return True
 
-    def _on_admitted(self, _: ev.JobAdmitted, at: datetime) -> bool:
-        if self.phase != WAITING_PHASE or self.attempt:
+    def admit(self) -> bool:
+        """It competes from now on. It has been waiting since it was submitted."""
+        if self.phase != WAITING_PHASE or self.attempt or self.is_final or self.state == JobState.WAITING:
             return False
-        self._wait((), at)
+        self.state = JobState.WAITING.value
         return True
 
     def _on_placed(self, data: ev.JobPlaced, at: datetime) -> bool:
@@ -210,7 +211,6 @@ _HANDLERS: Final[Mapping[type, Any]] = {
     ev.JobWaiting: JobProgress._on_waiting,
     ev.JobHeld: JobProgress._on_waiting,
     ev.AdmissionWithdrawn: JobProgress._on_waiting,
-    ev.JobAdmitted: JobProgress._on_admitted,
     ev.JobPlaced: JobProgress._on_placed,
     ev.JobRunning: JobProgress._on_running,
     ev.JobUnknown: JobProgress._on_unknown,

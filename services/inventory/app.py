@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
 from berth.bus.connection import Connection
-from berth.bus.errors import Disconnected
-from berth.bus.provision import ensure_node_consumer
+from berth.bus.errors import Disconnected, TransientError
+from berth.bus.provision import ensure_node_consumer, ensure_node_consumers
 from berth.contracts import subjects
 from berth.contracts.nodes import NodeAccepted, RegisterNode, RegistrationRefused, TelemetryFrame
 from berth.contracts.requests import NodesAnswer, NodesQuestion
@@ -22,6 +23,8 @@ from berth.telemetry.logs import get_logger
 from services.inventory.settings import Settings
 
 SERVICE = "inventory"
+CONSUMERS_EVERY_SECONDS = 5.0
+"""So often it is looked whether nodes lack a consumer, besides each time the bus comes back."""
 Service = EventService[CoreHandler[InventoryCore]]
 
 
@@ -54,12 +57,37 @@ async def main(context: ServiceContext[Settings]) -> None:
         hearing = Hearing(service, bus)
         subscription = await bus.subscribe_raw(subjects.telemetry_filter(pool), hearing.on_frame)
         unregister = bus.on_reconnect(hearing.on_reconnect)
+        undo = bus.on_disconnect(hearing.on_disconnect)
+        context.critical("consumers", keep_node_consumers(service, bus, pool))
         context.started()
         try:
             await service.run()
         finally:
             unregister()
+            undo()
             await subscription.unsubscribe()
+
+
+async def keep_node_consumers(service: Service, bus: Connection, pool: str) -> None:
+    """See that every known node can be sent commands: a bus that was restarted has no consumers any more."""
+    is_due = asyncio.Event()
+    bus.on_reconnect(is_due.set)
+    log = get_logger(SERVICE)
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONSUMERS_EVERY_SECONDS):
+                await is_due.wait()
+        is_due.clear()
+        handler = service.now_unlocked()
+        if handler is None:
+            continue
+        try:
+            made = await ensure_node_consumers(bus, pool, handler.core.node_names)
+        except TransientError as error:
+            log.warning("cannot look after the nodes' consumers", reason=str(error))
+        else:
+            if made:
+                log.info("made consumers anew", nodes=len(made))
 
 
 class Hearing:
@@ -90,6 +118,12 @@ class Hearing:
                 self._bus.answer_nowait(reply, renewed.model_dump_json().encode())
         if handler.core.has_news or handler.core.next_timer() != due:
             self._service.wake()
+
+    def on_disconnect(self) -> None:
+        """The bus is away: nobody is judged until it is back."""
+        handler = self._service.now_unlocked()
+        if handler is not None:
+            handler.core.goes_deaf()
 
     def on_reconnect(self) -> None:
         """The bus was away, so nobody could be heard: silence counts from now."""

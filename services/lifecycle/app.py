@@ -21,7 +21,11 @@ async def main(context: ServiceContext[Settings]) -> None:
     pool = context.settings.pool
     async with wired(context, service=SERVICE) as parts:
         service = event_service(
-            context, parts, service=SERVICE, make_handler=lambda: CoreHandler(LifecycleCore(), pool=pool)
+            context,
+            parts,
+            service=SERVICE,
+            make_handler=lambda: CoreHandler(LifecycleCore(), pool=pool, recorded=True),
+            recorded=True,
         )
         context.started()
         await service.run()

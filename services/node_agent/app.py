@@ -25,13 +25,15 @@ from berth.runtime.process import ServiceContext, ServiceExit, run_service
 from berth.telemetry.logs import get_logger
 from services.node_agent.commands import CommandLoop, exit_loop
 from services.node_agent.deps import Deps, PlatformClock
-from services.node_agent.driver.base import GpuDriver
+from services.node_agent.driver.base import GpuDriver, GpuDriverError
 from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.adopt import adopt_workers
 from services.node_agent.handlers.requests import answer_logs, answer_simulate
 from services.node_agent.handlers.stop import stop_worker
 from services.node_agent.journal import Journal
+from services.node_agent.metrics import AgentMetrics, show_cards
 from services.node_agent.node import Node
+from services.node_agent.peers import Peers, fleet_key
 from services.node_agent.process.runtime import WorkerRuntime
 from services.node_agent.process.simulated import SimulatedWorkers
 from services.node_agent.process.supervisors import Supervisors
@@ -39,6 +41,7 @@ from services.node_agent.reports import Reporter
 from services.node_agent.sampling import DriverGone, Sampler
 from services.node_agent.sessions import Sessions
 from services.node_agent.settings import NodeSpec, Settings
+from services.node_agent.workers import AGENT_ENDS
 
 SERVICE: Final = "node_agent"
 BUS_USER: Final = "fleet"
@@ -73,14 +76,16 @@ async def main(context: ServiceContext[Settings]) -> None:
         stack.push_async_callback(runtime.close)
         nodes = {spec.name: _node(spec, settings, journal) for spec in settings.node_specs()}
         for node in nodes.values():
-            await asyncio.to_thread(_open, node)
+            await _open(node)
             stack.callback(node.driver.close)
         bus = await stack.enter_async_context(Connection(_bus_settings(settings)))
         context.health.probe("bus", lambda: None if bus.is_connected else "not connected to the bus")
         reporter = Reporter(Publisher(bus), journal, pool=settings.pool)
         fetch_secrets = partial(_fetch_secrets, bus, settings.pool)
         checkpoints = str(settings.checkpoints_directory)
-        deps = Deps(settings, journal, runtime, reporter, PlatformClock(), fetch_secrets, nodes, checkpoints)
+        deps = Deps(
+            settings, journal, runtime, reporter, PlatformClock(), fetch_secrets, nodes, checkpoints=checkpoints
+        )
         await _host(context, deps, bus, stack)
 
 
@@ -91,10 +96,15 @@ async def _host(
     pool = context.settings.pool
     for node in deps.nodes.values():
         await adopt_workers(node, deps)
+    deps.reporter.tell_kept()
     deps.journal.flush()
+    deps.metrics = AgentMetrics(context.registry)
+    deps.metrics.watch(deps)
     samplers = {name: Sampler(node, deps) for name, node in deps.nodes.items()}
+    show_cards(context.registry, deps.nodes, samplers)
     sessions = Sessions(bus, deps, samplers, pool=pool)
     await sessions.open()
+    await _meet_peers(context.settings, sessions, deps, stack)
     for name, node in deps.nodes.items():
         await bus.serve(subjects.node_request(pool, name, "logs"), partial(_ask, answer_logs, node, deps))
         if isinstance(node.driver, SimDriver):
@@ -118,6 +128,22 @@ async def _host(
     await end_work(deps)
 
 
+async def _meet_peers(settings: Settings, sessions: Sessions, deps: Deps, stack: contextlib.AsyncExitStack) -> None:
+    """Answer other agents, and ask them, where they are named."""
+    peers = Peers(
+        pool=settings.pool,
+        nodes=deps.nodes,
+        hears=sessions.hears,
+        addresses=settings.node_peers,
+        key=fleet_key(settings.nats_credentials_file),
+    )
+    sessions.consult(peers)
+    if settings.node_peer_address:
+        host, _, port = settings.node_peer_address.rpartition(":")
+        server = await peers.serve(host, int(port))
+        stack.callback(server.close)
+
+
 def _registered(sessions: Sessions, total: int) -> str | None:
     return f"{sessions.missing} of {total} nodes not registered" if sessions.missing else None
 
@@ -132,7 +158,7 @@ async def end_work(deps: Deps) -> None:
     live = [(node, worker) for node in deps.nodes.values() for worker in node.live() if worker.is_live]
     log.info("ending all work", workers=len(live), grace_seconds=grace)
     for node, worker in live:
-        stop_worker(node, worker, deps, grace_seconds=grace, reason="agent ends its work")
+        stop_worker(node, worker, deps, grace_seconds=grace, reason=AGENT_ENDS)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(END_WORK_SECONDS):
             while any(worker.is_live for node in deps.nodes.values() for worker in node.live()):  # noqa: ASYNC110
@@ -200,9 +226,12 @@ def _driver(spec: NodeSpec) -> GpuDriver:
     return NvmlDriver()
 
 
-def _open(node: Node) -> None:
-    node.driver.open()
-    node.open()
+async def _open(node: Node) -> None:
+    try:
+        await asyncio.to_thread(node.driver.open)
+        await asyncio.to_thread(node.open)
+    except GpuDriverError as error:
+        raise ServiceExit(EXIT_DRIVER_GONE, f"cards of node {node.name}: {error}") from error
 
 
 async def _fetch_secrets(bus: Connection, pool: str, order: LaunchWorkers) -> Mapping[str, str]:

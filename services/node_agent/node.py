@@ -37,6 +37,8 @@ class Session:
     deadline_ns: int
     """CLOCK_BOOTTIME; when it passes, the node's work is stopped."""
     telemetry_every_seconds: float
+    stop_seconds: float = 0.0
+    """From the deadline until the platform may give the cards away; 0: not known."""
     sequence: int = 0
     sent_ns: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """Sequence -> CLOCK_BOOTTIME of frames not yet answered."""
@@ -72,15 +74,16 @@ class Node:
         self._domain = domain
         self._is_shareable = is_shareable
         self._runtime = runtime
+        self._carried_out: dict[str, float] = {}
+        """Stops and reconcilings of this session -> when they expire."""
         self._by_attempt: dict[tuple[str, int], list[Worker]] = {}
         self._live: dict[WorkerKey, Worker] = {}
 
     def open(self) -> None:
         """Look at the cards and remember what the journal holds."""
         self.look_at_cards()
-        for key, entry in self._journal.entries(WORKER):
-            if key.startswith(f"{self.name}/"):
-                self._remember(Worker.from_entry(entry))
+        for _, entry in self._journal.entries(WORKER, f"{self.name}/"):
+            self._remember(Worker.from_entry(entry))
 
     def look_at_cards(self) -> None:
         """Read cards and links again; blocks."""
@@ -151,6 +154,16 @@ class Node:
         entry = self._journal.get(REFUSED, f"{self.name}/{command_id}")
         return None if entry is None else Reason.model_validate(entry["reason"])
 
+    def is_repeated(self, command_id: str, expires_at: float) -> bool:
+        """Whether this stop or reconciling was carried out in this session before; from now on it was.
+
+        A bus that restarts sends all commands of the last minutes again. In a later session they are refused by epoch.
+        """
+        if command_id in self._carried_out:
+            return True
+        self._carried_out[command_id] = expires_at
+        return False
+
     def forget_old(self, now: float) -> None:
         """Drop what no repeated command can ask for any more. `now`: the platform's clock, seconds since 1970."""
         for key, worker in tuple(self.workers.items()):
@@ -161,19 +174,19 @@ class Node:
                 if not any(other.job_id == worker.job_id for other in self._live.values()):
                     self.view.job_fences.pop(worker.job_id, None)
                     self.view.stopped_fences.pop(worker.job_id, None)
-        for name, entry in self._journal.entries(REFUSED):
+        for name, entry in self._journal.entries(REFUSED, f"{self.name}/"):
             expires_at = entry["expires_at"]
-            if not name.startswith(f"{self.name}/") or not isinstance(expires_at, int | float):
-                continue
-            if expires_at + REMEMBER_SECONDS < now:
+            if isinstance(expires_at, int | float) and expires_at + REMEMBER_SECONDS < now:
                 self._journal.remove(REFUSED, name)
 
     # -- session
 
-    def begin_session(self, epoch: int, lease_seconds: float, every_seconds: float, asked_at_ns: int) -> None:
+    def begin_session(
+        self, epoch: int, lease_seconds: float, every_seconds: float, asked_at_ns: int, stop_seconds: float = 0.0
+    ) -> None:
         """Inventory has accepted the node; nothing is launched before it is reconciled."""
         deadline_ns = asked_at_ns + int(lease_seconds * 1e9)
-        self.session = Session(epoch, lease_seconds, deadline_ns, every_seconds)
+        self.session = Session(epoch, lease_seconds, deadline_ns, every_seconds, stop_seconds)
         self.view.epoch = epoch
         self.view.is_reconciled = False
 

@@ -4,8 +4,8 @@ A node's lease is renewed by the answers to its telemetry, counted from when the
 set. When it runs out the node has stopped its work: supervisors end their programs by themselves, and no command is
 taken before the node has registered anew.
 
-Losing the platform is not the same as being lost. While no node of this process is heard, and those are more than half
-of the pool, the fault is on the other side: the work goes on (DESIGN section 2, rule 6).
+Losing the platform is not the same as being lost. While neither a node of this process nor one of a peer that answers is
+heard, and those are more than half of the pool, the fault is on the other side: the work goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from berth.telemetry.logs import get_logger
 from services.node_agent.deps import Deps
 from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.stop import stop_worker
-from services.node_agent.node import Node, boottime_ns
+from services.node_agent.node import Node, Session, boottime_ns
+from services.node_agent.peers import Peers, PeerView
 from services.node_agent.process.simulated import SimulatedWorkers
 from services.node_agent.sampling import Sampler, build_frame
 from services.node_agent.workers import LEASE
@@ -39,6 +40,10 @@ REGISTER_AGAIN_SECONDS: Final = 1.0
 REGISTER_AT_ONCE: Final = 32
 CLOCK_EVERY_SECONDS: Final = 60.0
 REMEMBERED_FRAMES: Final = 8
+ASK_BEFORE: Final = 0.5
+"""Share of the lease before its end at which peers are asked."""
+KILL_SECONDS: Final = 1.0
+"""Allowed for SIGKILL to take effect on everything that a worker has started."""
 DECIDE_BEFORE: Final = 0.25
 """Share of the lease before its end at which it is decided whether the platform or the node is cut off."""
 
@@ -64,6 +69,10 @@ class Sessions:
         self._clock_at = 0.0
         self.pool_nodes = 0
         """Nodes in the pool, as inventory says; 0: not known."""
+        self._peers: Peers | None = None
+        self._view = PeerView()
+        self._viewed_at = 0.0
+        self._is_asking = False
         for number, node in enumerate(deps.nodes.values()):
             token = f"{self._inbox}{number}"
             self._by_token[token.encode()] = node
@@ -72,6 +81,15 @@ class Sessions:
     async def open(self) -> Subscription:
         """Listen for the answers to telemetry."""
         return await self._bus.subscribe_raw(f"{self._inbox}*", self._on_answer)
+
+    def consult(self, peers: Peers) -> None:
+        """Ask `peers` when nobody here hears the platform."""
+        self._peers = peers
+
+    def hears(self) -> bool:
+        """Whether inventory has answered any node of this process lately."""
+        leases = [node.session.lease_seconds for node in self._deps.nodes.values() if node.session is not None]
+        return bool(leases) and time.monotonic() - self._heard_at <= min(leases) / 2
 
     async def run(self) -> None:
         """Register, send frames, watch leases, for ever."""
@@ -123,7 +141,11 @@ class Sessions:
         accepted = NodeAccepted.model_validate(answer)
         await self._measure_clock(node)
         node.begin_session(
-            accepted.epoch, accepted.lease_seconds, accepted.telemetry_every_seconds, asked_at_ns=asked_at_ns
+            accepted.epoch,
+            accepted.lease_seconds,
+            accepted.telemetry_every_seconds,
+            asked_at_ns=asked_at_ns,
+            stop_seconds=accepted.stop_seconds,
         )
         self._on_heard(accepted.pool_nodes)
         self._renew(node, asked_at_ns + int(accepted.lease_seconds * 1e9))
@@ -200,6 +222,7 @@ class Sessions:
             return
         sent_ns = session.sent_ns.pop(renewed.sequence, None)
         if sent_ns is not None:
+            session.lease_seconds, session.stop_seconds = renewed.lease_seconds, renewed.stop_seconds
             self._renew(node, sent_ns + int(renewed.lease_seconds * 1e9))
 
     def _on_heard(self, pool_nodes: int) -> None:
@@ -210,13 +233,21 @@ class Sessions:
         session = node.session
         if session is not None and deadline_ns >= session.deadline_ns:
             session.deadline_ns = deadline_ns
-            self._deps.runtime.renew(node.name, deadline_ns)
+            self._deps.runtime.renew(node.name, deadline_ns, self._lease_grace(session))
+
+    def _lease_grace(self, session: Session) -> float:
+        """From SIGTERM to SIGKILL at the end of the lease, so that nothing is left when the cards are given away."""
+        wanted = self._deps.settings.lease_grace_seconds
+        return min(wanted, max(0.0, session.stop_seconds - KILL_SECONDS)) if session.stop_seconds else wanted
 
     def _watch_lease(self, node: Node) -> None:
         session = node.session
         if session is None:
             return
         left = (session.deadline_ns - boottime_ns()) / 1e9
+        if left > session.lease_seconds * ASK_BEFORE:
+            return
+        self._ask_peers(session.lease_seconds)
         if left > session.lease_seconds * DECIDE_BEFORE:
             return
         if self._platform_is_gone(session.lease_seconds):
@@ -225,18 +256,36 @@ class Sessions:
         elif left <= 0:
             self._on_lease_lost(node)
 
+    def _ask_peers(self, lease_seconds: float) -> None:
+        if self._peers is None or self._is_asking or time.monotonic() - self._viewed_at < lease_seconds / 8:
+            return
+        self._is_asking = True
+        self._deps.spawn(self._ask(self._peers))
+
+    async def _ask(self, peers: Peers) -> None:
+        try:
+            self._view = await peers.ask()
+            self._viewed_at = time.monotonic()
+        finally:
+            self._is_asking = False
+
     def _platform_is_gone(self, lease_seconds: float) -> bool:
         """Whether nobody this process can reach hears the platform, and those are more than half of the pool."""
-        hosted = sum(asyncio.get_running_loop().time() >= node.silent_until for node in self._deps.nodes.values())
-        nobody_hears = time.monotonic() - self._heard_at > lease_seconds / 2
-        return nobody_hears and self.pool_nodes > 0 and 2 * hosted > self.pool_nodes
+        now = asyncio.get_running_loop().time()
+        reached = {node.name for node in self._deps.nodes.values() if now >= node.silent_until}
+        somebody_hears = time.monotonic() - self._heard_at <= lease_seconds / 2
+        if time.monotonic() - self._viewed_at <= lease_seconds / 2:  # an older answer proves nothing
+            reached |= self._view.nodes
+            somebody_hears = somebody_hears or self._view.anyone_hears
+        return not somebody_hears and self.pool_nodes > 0 and 2 * len(reached) > self.pool_nodes
 
     def _on_lease_lost(self, node: Node) -> None:
         live = [worker for worker in node.live() if worker.is_live]
         log.error("lease ran out, the node stops its work", node=node.name, workers=len(live))
+        session = node.session
         node.end_session()
         self._next_try[node.name] = 0.0
         if isinstance(self._deps.runtime, SimulatedWorkers):  # real ones are ended by their supervisors, agent or not
-            grace = self._deps.settings.lease_grace_seconds
+            grace = self._deps.settings.lease_grace_seconds if session is None else self._lease_grace(session)
             for worker in live:
                 stop_worker(node, worker, self._deps, grace_seconds=grace, reason=LEASE)

@@ -51,6 +51,12 @@ class Settings(BerthSettings):
         None,
         description="folder of the jobs' checkpoints, the same on all nodes; none: `checkpoints` in the data directory",
     )
+    node_peers: str = Field(
+        "",
+        description="other agents of the pool, `host:port` separated by commas, or a name with many addresses; they are "
+        "asked whether they hear the platform when this one does not",
+    )
+    node_peer_address: str = Field("", description="address at which peers may ask this agent, host:port; empty: none")
     log_piece_mib: int = Field(16, ge=1, le=4096, description="two pieces of this size are kept of a worker's output")
     log_keep_hours: float = Field(72.0, ge=0, description="how long the files of ended workers are kept")
     log_keep_count: int = Field(10_000, ge=0, description="of how many ended workers per node the files are kept")

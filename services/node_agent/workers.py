@@ -156,8 +156,9 @@ class Worker:
         self.signal = ended.signal or None
         if ended.is_lost:
             self._set_reason(because(Code.WORKER_LOST, error=ended.lost_reason))
-        elif ended.stop_reason == LEASE:
-            self._set_reason(because(Code.WORKER_LOST, error="lease ran out, the node stopped its own work"))
+        elif ended.stop_reason in OWN_STOPS:
+            # Whatever code a program leaves with then, its work was cut short by the node: neither done nor its fault.
+            self._set_reason(because(Code.WORKER_LOST, error=OWN_STOPS[ended.stop_reason]))
         elif ended.out_of_memory:
             self._set_reason(because(Code.PROGRAM_FAILED, out_of_memory=True, max_rss_kib=ended.max_rss_kib))
 
@@ -207,6 +208,14 @@ class Worker:
 
 LEASE: Final = "lease"
 """Stop reason of a worker whose node lost its lease; set by supervisors as well."""
+AGENT_ENDS: Final = "agent ends its work"
+NOT_KEPT: Final = "not kept"
+OWN_STOPS: Final[Mapping[str, str]] = {
+    LEASE: "lease ran out, the node stopped its own work",
+    AGENT_ENDS: "the agent was told to end its work",
+    NOT_KEPT: "the platform did not count on it any more",
+}
+"""Stops that no `StopWorkers` asked for, and what is told of them."""
 
 
 def _instant(seconds: float) -> datetime:

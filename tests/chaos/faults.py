@@ -19,6 +19,7 @@ from berth.testing.platform import TestPlatform
 from tests.chaos.users import Users
 
 POINTS: Final = ("before_commit", "between_commit_and_publish", "between_publish_and_ack")
+AGENT_POINTS: Final = ("before_start", "between_start_and_ack", "before_publish", "between_publish_and_note")
 STRIKE_SECONDS: Final = 20.0
 RECOVER_SECONDS: Final = 60.0
 
@@ -59,7 +60,8 @@ class KillAtPoint(Fault):
     async def strike(self, platform: TestPlatform, users: Users) -> None:
         pids = {service: platform.pid(service) for service in self.services}
         for service, pid in pids.items():
-            (platform.layout.run / f"{service}.fault").write_text(f"{service}.{self.point}:{self.passing}\n")
+            passing = 1 if service == "inventory" else self.passing
+            (platform.layout.run / f"{service}.fault").write_text(f"{service}.{self.point}:{passing}\n")
             _kill(pid, signal.SIGUSR1)
         if "inventory" in pids:  # it has little to commit while no node changes
             await Kill("node_agent").strike(platform, users)
@@ -82,6 +84,17 @@ class Kill(Fault):
         pid = platform.pid(self.service)
         _kill(pid, signal.SIGKILL)
         await _until_gone(pid, STRIKE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class KillZygote(Fault):
+    """kill -9 of the process that forks the programs' supervisors; those that run have nothing to do with it any more."""
+
+    name = "kill the agent's zygote"
+
+    async def strike(self, platform: TestPlatform, users: Users) -> None:
+        for pid in _children(platform.pid("node_agent")):
+            _kill(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +147,7 @@ class KillPostgresBackend(Fault):
         postmaster = platform.postgres.pid
         if postmaster is None:
             return
-        _kill(users.chance.choice(_children(postmaster)), signal.SIGKILL)
+        _kill(users.chance.choice(_children(postmaster) or [0]), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +189,7 @@ def short_list() -> list[Fault]:
         KillAtPoint(STATEFUL, POINTS[0], 2),
         KillNats(),
         KillAtPoint(STATEFUL, POINTS[1], 2),
-        Kill("node_agent"),
+        KillAtPoint(("node_agent",), "before_start"),
         KillPostgres(),
         KillAtPoint(STATEFUL, POINTS[2], 2),
         KillGatewayMidRequest(),
@@ -191,10 +204,12 @@ def every_fault(chance: random.Random) -> Iterator[Fault]:
             KillAtPoint((service,), point, chance.choice((1, 1, 2, 5))) for service in STATEFUL for point in POINTS
         ]
         turn += [KillAtPoint(STATEFUL, point, chance.choice((1, 3))) for point in POINTS]
+        turn += [KillAtPoint(("node_agent",), point, chance.choice((1, 2, 5))) for point in AGENT_POINTS]
         turn += [Kill(service) for service in SERVICES] + [Kill("node_agent")]
         turn += [KillGatewayMidRequest(chance.choice((5, 20, 60))) for _ in range(3)]
         turn += [KillNats(), KillNats(), KillPostgres(), KillPostgres(), KillPostgresBackend(), KillEverything()]
         turn += [Freeze(part, chance.uniform(0.5, 4.0)) for part in ("nats", "placement", "lifecycle", "node_agent")]
+        turn += [Freeze(chance.choice(("placement", "lifecycle", "inventory", "audit")), 13.0), KillZygote()]
         chance.shuffle(turn)
         yield from turn
 
@@ -233,7 +248,10 @@ def names(faults: Iterable[Fault]) -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

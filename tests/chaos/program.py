@@ -3,9 +3,10 @@
 `python -I -S program.py RECORDS SECONDS VARIANT`, about 15 ms of CPU. It writes to `RECORDS/<job>.log`, one line of JSON
 for each thing that happened to it, and holds an exclusive lock on `RECORDS/<GPU UUID>.lock` while it lives. The kernel
 gives such a lock back when its holder dies in any way, so a lock that is not to be had means two programs on one card.
+In the same way `<job>.<worker>.lock` tells that an earlier attempt still runs.
 
 Variants: `plain`; `fail_once` (the first attempt ends with 3); `fail` (every attempt does); `stubborn` (goes on for a
-moment after SIGTERM).
+moment after SIGTERM); `deaf` (the first attempt never ends at SIGTERM, later ones take a second).
 """
 
 import fcntl
@@ -19,7 +20,7 @@ from typing import NoReturn
 
 EXIT_FAILED = 3
 EXIT_TERMINATED = 143
-EXIT_CARD_TAKEN = 4
+EXIT_TAKEN = 4
 STUBBORN_SECONDS = 1.0
 
 
@@ -52,14 +53,20 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, on_term)
     try:
         note("start", ',"gpus":[' + ",".join(f'"{uuid}"' for uuid in gpus) + "]")
-        locks = [(uuid, os.open(f"{records}/{uuid}.lock", os.O_RDWR | os.O_CREAT, 0o644)) for uuid in sorted(gpus)]
-        for uuid, lock in locks:
+        if variant == "deaf":
+            if env["BERTH_ATTEMPT"] == "1":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            else:
+                seconds = 1.0
+        names = [f"{env['BERTH_JOB_ID']}.{env['BERTH_WORKER']}", *sorted(gpus)]
+        locks = [(name, os.open(f"{records}/{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)) for name in names]
+        for name, lock in locks:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.read(lock, 400).decode().replace('"', "'").strip()
-                note("card_taken", f',"gpu":"{uuid}","holder":"{holder}"')
-                leave(EXIT_CARD_TAKEN)
+                note("taken", f',"lock":"{name}","holder":"{holder}"')
+                leave(EXIT_TAKEN)
             os.ftruncate(lock, 0)
             os.write(lock, f"{{{who}}}".encode())
         print(f"attempt {env['BERTH_ATTEMPT']} on {len(gpus)} cards", flush=True)

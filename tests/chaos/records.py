@@ -25,8 +25,8 @@ class Run:
     end_ns: int | None = None
     ended_wall_ns: int | None = None
     code: int | None = None
-    card_taken: str = ""
-    """Who held a card that this program was given: the lock was not to be had."""
+    taken: str = ""
+    """Which lock was not to be had, and who held it: a card that another program had, or an attempt that still ran."""
 
     @property
     def name(self) -> str:
@@ -59,8 +59,8 @@ def runs_of(lines: Iterable[dict[str, Any]]) -> list[Run]:
                 start_ns=line["ns"],
                 started_wall_ns=line["wall_ns"],
             )
-        elif line["what"] == "card_taken":
-            runs[pid].card_taken = f"{line['gpu']} held by {line['holder']}"
+        elif line["what"] == "taken":
+            runs[pid].taken = f"{line['lock']} held by {line['holder']}"
         elif line["what"] == "end":
             run = runs[pid]
             run.end_ns, run.ended_wall_ns, run.code = line["ns"], line["wall_ns"], line["code"]

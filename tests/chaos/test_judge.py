@@ -63,7 +63,8 @@ def test_a_clean_campaign_is_clean() -> None:
         ("only answered jobs run", [asked()], [a_run(), a_run("j-7", at=50, fence=2)], {"j-1": "succeeded"}, GOOD),
         ("a fence belongs to one attempt", [asked()], [a_run(), a_run("j-7", at=50)], {"j-1": "succeeded"}, GOOD),
         ("no GPU is held twice", [asked()], [a_run(), a_run("j-2", fence=2, at=9)], {"j-1": "succeeded"}, GOOD),
-        ("no GPU is held twice", [asked()], [replace(a_run(), card_taken="GPU-a")], {"j-1": "succeeded"}, GOOD),
+        ("no GPU is held twice", [asked()], [replace(a_run(), taken="GPU-a held by x")], {"j-1": "succeeded"}, GOOD),
+        ("one attempt at a time", [asked()], [replace(a_run(), taken="j-1.0 held by x")], {"j-1": "succeeded"}, GOOD),
         ("one attempt at a time", [asked()], [a_run(), a_run(attempt=2, fence=2, at=9)], {"j-1": "succeeded"}, GOOD),
         ("fences grow", [asked()], [a_run(fence=5), a_run(attempt=2, fence=2, at=90)], {"j-1": "succeeded"}, GOOD),
         ("succeeded means it did", [asked()], [a_run(code=1)], {"j-1": "succeeded"}, GOOD),
@@ -106,8 +107,8 @@ def test_records_are_read_back_as_runs() -> None:
         {**base, "what": "start", "ns": 10, "gpus": ["GPU-a"]},
         {**base, "what": "end", "ns": 20, "code": 0},
         {**base, "what": "start", "ns": 30, "gpus": ["GPU-a"], "pid": 6, "attempt": 2},
-        {**base, "what": "card_taken", "ns": 31, "gpu": "GPU-a", "holder": "x", "pid": 6},
+        {**base, "what": "taken", "ns": 31, "lock": "GPU-a", "holder": "x", "pid": 6},
     ]
     first, second = runs_of(lines)
     assert (first.attempt, first.end_ns, first.code) == (1, 20, 0)
-    assert (second.attempt, second.end_ns, second.card_taken) == (2, None, "GPU-a held by x")
+    assert (second.attempt, second.end_ns, second.taken) == (2, None, "GPU-a held by x")

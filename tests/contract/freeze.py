@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 
 from berth.contracts.envelope import registered
+from berth.decisions.policy.schema import schema_text as policy_schema_text
 from tests.contract.samples import sample_envelope
 
 HERE = Path(__file__).parent
 SCHEMAS = HERE / "schemas"
 GOLDEN = HERE / "golden"
+POLICY_SCHEMA = HERE.parents[1] / "policies" / "schema.json"
 
 
 def schema_text(type_: str) -> str:
@@ -33,6 +35,8 @@ def main() -> None:
         golden = GOLDEN / f"{type_}.json"
         if not golden.exists():
             golden.write_bytes(sample_envelope(type_).to_json() + b"\n")
+    if renew or not POLICY_SCHEMA.exists():
+        POLICY_SCHEMA.write_text(policy_schema_text())
 
 
 if __name__ == "__main__":

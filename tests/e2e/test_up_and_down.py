@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from berth.client.sdk import BerthClient
+from berth.embedded.supervisor import is_supervised
 from berth.testing.platform import (
     TestPlatform,
     embedded_platform,
@@ -54,6 +57,38 @@ def test_down_leaves_no_process_and_up_goes_on_where_it_stopped() -> None:
         assert platform.processes() == {}
 
 
+def test_up_after_the_supervisor_was_killed_takes_over_and_no_program_is_lost() -> None:
+    with embedded_platform(FLEET) as platform:
+        with client_of(platform) as client:
+            flag = platform.layout.home / "go-on"
+            job = client.submit(a_job(f"while ! test -e {flag}; do sleep 0.2; done"))
+            wait_until(lambda: client.job(job.job_id).state == "running", END_SECONDS, "it runs")
+        old = platform.state
+        os.kill(old.pid, signal.SIGKILL)
+        wait_until(lambda: not is_supervised(platform.layout), 10, "the supervisor is gone")
+
+        platform.up()
+        assert not set(old.processes.values()) & platform.processes().keys()
+        with client_of(platform) as client:
+            flag.touch()
+            assert client.wait(job.job_id, timeout_seconds=END_SECONDS).state == "succeeded"
+            assert len(client.job(job.job_id).attempts) == 1
+
+
+@pytest.mark.parametrize("killed", [("node_agent",), ("supervisor", "node_agent")])
+def test_down_leaves_no_process_whoever_was_killed_before(killed: tuple[str, ...]) -> None:
+    with embedded_platform(FLEET) as platform:
+        with client_of(platform) as client:
+            job = client.submit(a_job("trap '' TERM; sleep 300 & wait; sleep 300"))
+            wait_until(lambda: client.job(job.job_id).state == "running", END_SECONDS, "it runs")
+        state = platform.state
+        for name in killed:
+            os.kill(state.pid if name == "supervisor" else state.processes[name], signal.SIGKILL)
+        wait_until(lambda: is_supervised(platform.layout) == ("supervisor" not in killed), 10, "the kill is over")
+        platform.down()
+        assert platform.processes() == {}
+
+
 def test_two_platforms_live_side_by_side() -> None:
     with embedded_platform(FLEET) as one, embedded_platform(FLEET) as other:
         assert one.url != other.url
@@ -93,13 +128,15 @@ def test_an_ordinary_user_needs_no_rights() -> None:
         pytest.skip("this machine has no account without rights")
     if shutil.which("setpriv") is None:
         pytest.skip("no setpriv here")
-    for path in (Path(sys.executable), Path(sys.prefix) / "bin", ROOT / "libs"):
-        if not reachable_by_others(path):
-            pytest.skip(f"{path} cannot be read by an ordinary user on this machine")
+    become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+    if not all(map(reachable_by_others, (Path(sys.executable), ROOT / "libs"))):
+        # An interpreter below /root, as on this machine: only looking into closed folders is allowed besides.
+        become += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    if subprocess.run([*become, sys.executable, "-c", ""], check=False, capture_output=True).returncode != 0:
+        pytest.skip("an ordinary user cannot run this interpreter")
     with temporary_home() as home:
         os.chown(home.parent, user.pw_uid, user.pw_gid)
-        become = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", "--no-new-privs")
-        berth = Berth(home, become)
+        berth = Berth(home, tuple(become))
         try:
             assert berth.json("up", "--fleet", FLEET)["state"] == "running"
             assert {Path(f"/proc/{pid}").stat().st_uid for pid in processes_of(home)} == {user.pw_uid}

@@ -22,12 +22,20 @@ SERVICE_PUBLISH: dict[str, list[str]] = {
     "gateway": [
         "berth.evt.*.job.*.submitted",
         "berth.evt.*.job.*.cancel_requested",
+        "berth.evt.*.job.*.extend_requested",
+        "berth.evt.*.job.*.rerun_requested",
         "berth.evt.*.policy.*.proposed",
+        "berth.evt.*.policy.*.approved",
+        "berth.evt.*.policy.*.withdrawn",
+        "berth.evt.*.service.*.load",
+        "berth.evt.*.service.*.rollback_requested",
+        "berth.evt.*.service.*.rollout_requested",
+        "berth.evt.*.service.*.rollout_settings",
         "berth.evt.*.access.>",
         "berth.evt.*.node.*.cordon_requested",
     ],
-    "admission": ["berth.evt.*.job.>", "berth.evt.*.policy.>"],
-    "placement": ["berth.evt.*.job.>", "berth.evt.*.allocation.>", "berth.evt.*.plan.>"],
+    "admission": ["berth.evt.*.job.>", "berth.evt.*.policy.>", "berth.evt.*.service.*.admitted"],
+    "placement": ["berth.evt.*.job.>", "berth.evt.*.allocation.>", "berth.evt.*.plan.>", "berth.evt.*.window.>"],
     "lifecycle": ["berth.evt.*.job.>", "berth.evt.*.attempt.>", "berth.cmd.>"],
     "inventory": ["berth.evt.*.node.>", "berth.evt.*.gpu.>"],
     "audit": ["berth.evt.*.audit.>"],
@@ -75,7 +83,7 @@ def api_prefix(user: str) -> str:
 def service_permissions(service: str) -> dict[str, Any]:
     """Publish and subscribe permissions of a service, in the server's form."""
     publish = [*SERVICE_PUBLISH[service], "berth.req.>", "$JS.API.INFO", f"$JS.API.STREAM.INFO.{EVENTS}"]
-    publish += _consumer_subjects(EVENTS, service)
+    publish += [*_consumer_subjects(EVENTS, service), f"$JS.API.CONSUMER.CREATE.{EVENTS}.{service}"]
     if service in NODE_ADMINS:
         publish += [f"$JS.API.CONSUMER.{verb}.{COMMANDS}.>" for verb in ("CREATE", "DELETE", "INFO")]
         publish.append(f"$JS.API.CONSUMER.NAMES.{COMMANDS}")

@@ -1,7 +1,12 @@
 """The streams and durable consumers, declared once and brought about idempotently.
 
-Only the provisioning user may do this. Services start against what is there and find a missing consumer as
-`ConsumerMissing`. What differs from the declaration is corrected where the server allows it, and reported either way.
+Streams are made by the provisioning user only. What differs from the declaration is corrected where the server allows
+it, and reported either way.
+
+Consumers live in the server's memory. Their state is worth nothing to us on disk (a service stores its position with
+its effects, an agent the commands it knows), and with `sync_interval: always` the server syncs it two or three times for
+each acknowledgement: 3 of the 4 syncs that a job cost before. So a server that restarts has no consumers: each service
+makes its own again (`ensure_service_consumer`), inventory those of the nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ SHARED_CONSUMERS = ("gateway",)
 MIN_API_LEVEL = 4
 """Of the server: consumer reset (2.14) and everything before it."""
 _REQUESTS_AT_ONCE = 64
-_FIXED = ("ack_policy", "deliver_policy", "replay_policy")
+COMMANDS_KEPT_S = 120.0
+"""Commands expire within a minute, and their sender asks again; there is no need to keep them for longer."""
+_FIXED = ("ack_policy", "deliver_policy", "replay_policy", "mem_storage")
 """What the server never changes in an existing consumer."""
 
 
@@ -95,6 +102,7 @@ class ConsumerSpec:
             "max_deliver": -1,
             "max_ack_pending": self.max_ack_pending,
             "replay_policy": "instant",
+            "mem_storage": True,
         }
         if len(self.filter_subjects) == 1:
             config["filter_subject"] = self.filter_subjects[0]
@@ -145,7 +153,7 @@ def berth_topology(
     *,
     replicas: int = 1,
     events_max_bytes: int = 4 << 30,
-    commands_max_bytes: int = 256 << 20,
+    commands_max_bytes: int = 1 << 30,
 ) -> Topology:
     """The real streams, and one durable consumer per service on the events.
 
@@ -155,6 +163,9 @@ def berth_topology(
 
     All but the gateway's consumer have one reader, which takes everything in order; there one acknowledgement counts
     for all before it, which saves about 6 us of processor time for each message.
+
+    Commands are kept by time, not as a work queue: there each acknowledgement takes its message out of the file, which
+    is a sync of its own. A node that gets one again (after a restart of the server) knows its id.
     """
     return Topology(
         streams=(
@@ -169,17 +180,27 @@ def berth_topology(
             StreamSpec(
                 COMMANDS,
                 ("berth.cmd.>",),
-                retention="workqueue",
+                max_age_s=COMMANDS_KEPT_S,
                 max_bytes=commands_max_bytes,
                 max_consumers=8192,
                 replicas=replicas,
             ),
         ),
-        consumers=tuple(
-            ConsumerSpec(EVENTS, service, tuple(subjects), ack_all=service not in SHARED_CONSUMERS)
-            for service, subjects in filters.items()
-        ),
+        consumers=tuple(service_consumer(service, subjects) for service, subjects in filters.items()),
     )
+
+
+def service_consumer(service: str, filters: Sequence[str]) -> ConsumerSpec:
+    """A service's durable consumer on the events; no filters read everything."""
+    return ConsumerSpec(EVENTS, service, tuple(filters), ack_all=service not in SHARED_CONSUMERS)
+
+
+async def ensure_service_consumer(connection: Connection, service: str, filters: Sequence[str]) -> bool:
+    """Make a service's own consumer where there is none; whether it was new. It begins at the start of the stream."""
+    if await _consumer_config(connection, EVENTS, service) is not None:
+        return False
+    await _create_consumer(connection, service_consumer(service, filters), "create")
+    return True
 
 
 async def provision(connection: Connection, topology: Topology, *, corrects: bool = True) -> ProvisionReport:

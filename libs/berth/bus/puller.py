@@ -136,7 +136,7 @@ class Puller:
         expires_s: float = 5.0,
         contiguous: bool = False,
         may_reset: Callable[[], Awaitable[bool]] | None = None,
-        on_missing: Callable[[], Awaitable[None]] | None = None,
+        on_missing: Callable[[], Awaitable[object]] | None = None,
         missing_grace_s: float = 5.0,
     ) -> None:
         self.stream = stream
@@ -300,6 +300,11 @@ class Puller:
             self.stream, state["last_seq"], position, self.consumer,
         )  # fmt: skip
         return 0
+
+    @property
+    def waiting(self) -> int:
+        """Messages that have arrived and were not taken yet."""
+        return len(self._inbox.messages)
 
     @property
     def last_received(self) -> int | None:

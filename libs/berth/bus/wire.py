@@ -24,10 +24,15 @@ def encode_headers(headers: Mapping[str, str]) -> bytes:
     Raises:
         ValueError: a name or value holds a control character (it could forge another header).
     """
-    for name, value in headers.items():
-        if not (name.isprintable() and value.isprintable()) or ":" in name or " " in name:
-            raise ValueError(f"header {name!r} is not printable")
-    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+    names = "".join(headers)
+    if not (names.isprintable() and "".join(headers.values()).isprintable()) or ":" in names or " " in names:
+        wrong = next(name for name, value in headers.items() if not _is_header(name, value))
+        raise ValueError(f"header {wrong!r} is not printable")
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
+
+
+def _is_header(name: str, value: str) -> bool:
+    return name.isprintable() and value.isprintable() and ":" not in name and " " not in name
 
 
 def encode_publish(subject: bytes, reply: bytes, fields: bytes, data: bytes) -> bytes:
@@ -47,12 +52,18 @@ def find_header(raw: bytes | None, name: str) -> str | None:
     """The value of one header without parsing the others; names are matched exactly."""
     if not raw:
         return None
-    key = b"\r\n%b:" % name.encode()
+    key = _KEYS.get(name)
+    if key is None:
+        key = _KEYS.setdefault(name, b"\r\n%b:" % name.encode()) if len(_KEYS) < 64 else b"\r\n%b:" % name.encode()
     start = raw.find(key)
     if start < 0:
         return None
     start += len(key)
-    return raw[start : raw.find(b"\r\n", start)].strip().decode("utf-8", "replace")
+    return raw[start : raw.find(b"\r\n", start)].decode("utf-8", "replace").strip()
+
+
+_KEYS: dict[str, bytes] = {}
+"""What to look for, for each header name asked for so far: this runs several times for each message."""
 
 
 def parse_headers(raw: bytes | None) -> dict[str, str]:

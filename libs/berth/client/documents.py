@@ -8,10 +8,11 @@ parser events with a stack of its own, so neither depth nor size can overrun Pyt
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 Place = tuple[str | int, ...]
 Mark = tuple[int, int]
@@ -103,13 +104,10 @@ def read_json(text: str | bytes) -> Document:
                 seen.add(key)
         return found
 
-    def constant(name: str) -> NoReturn:
-        raise DocumentError("not_finite", f"{name} is no number here", remedy="write a finite number")
-
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        value = json.loads(text, object_pairs_hook=pairs, parse_constant=float)
     except json.JSONDecodeError as fault:
         raise DocumentError(
             "malformed_json",
@@ -126,6 +124,7 @@ def read_json(text: str | bytes) -> Document:
     except ValueError:  # int() refuses thousands of digits
         raise _too_long(None) from None
     _check_depth(value)
+    _check_finite(value, {})
     return Document(value)
 
 
@@ -154,7 +153,7 @@ def read_yaml(text: str | bytes) -> list[Document]:
             remedy="remove it",
         )
     try:
-        return _build(yaml.parse(text, Loader=loader))
+        found: list[Document] = _build(yaml.parse(text, Loader=loader))
     except yaml.MarkedYAMLError as fault:
         at = fault.problem_mark or fault.context_mark
         what = " ".join(part for part in (fault.context, fault.problem) if part)
@@ -168,6 +167,9 @@ def read_yaml(text: str | bytes) -> list[Document]:
         raise DocumentError(
             "malformed_yaml", f"not YAML: {fault}".splitlines()[0], remedy="send UTF-8 text in YAML"
         ) from None
+    for document in found:
+        _check_finite(document.value, document.marks)
+    return found
 
 
 def read_jobs(path: Path | None, *, text: str | bytes | None = None) -> list[dict[str, Any]]:
@@ -309,6 +311,23 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise _too_deep(None)
+
+
+def _check_finite(value: Any, marks: dict[Place, Mark]) -> None:
+    """Refuse NaN and infinity wherever they stand: no field takes them, and JSON could not carry them on."""
+    waiting: list[tuple[Place, Any]] = [((), value)]
+    while waiting:
+        path, item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += [((*path, key), child) for key, child in item.items()]
+        elif isinstance(item, list):
+            waiting += [((*path, index), child) for index, child in enumerate(item)]
+        elif isinstance(item, float) and not math.isfinite(item):
+            field = path_text(path)
+            detail = f"{field or 'the value'} is {item}, which is no finite number"
+            raise DocumentError(
+                "not_finite", detail, mark=marks.get(path), field=field or None, remedy="write a finite number"
+            )
 
 
 def _too_deep(mark: Mark | None) -> DocumentError:

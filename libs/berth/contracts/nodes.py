@@ -106,6 +106,8 @@ class NodeAccepted(Wire):
     platform_time: the platform's clock, by which expiries are meant; the node's own may be wrong.
     pool_nodes: nodes of the pool; an agent that hosts or reaches more than half of them, none of which is heard, takes
     it for an outage of the platform and lets its work go on. 0: not known, it then stops its work at the deadline.
+    stop_seconds: from the end of the lease until the cards may be given away: all processes must be gone by then. 0: not
+    known.
     """
 
     node: Token
@@ -114,6 +116,7 @@ class NodeAccepted(Wire):
     telemetry_every_seconds: float
     platform_time: Instant | None = None
     pool_nodes: int = 0
+    stop_seconds: float = 0
 
 
 class RegistrationRefused(Wire):
@@ -147,7 +150,10 @@ class TelemetryFrame(Wire):
 
 
 class LeaseRenewed(Wire):
-    """Answer to a telemetry frame. `register_again`: the platform does not know this epoch."""
+    """Answer to a telemetry frame. `register_again`: the platform does not know this epoch.
+
+    The other fields: see `NodeAccepted`.
+    """
 
     node: Token
     epoch: int
@@ -156,3 +162,4 @@ class LeaseRenewed(Wire):
     register_again: bool = False
     platform_time: Instant | None = None
     pool_nodes: int = 0
+    stop_seconds: float = 0

@@ -1,4 +1,4 @@
-"""`berth up`, `down`, `status`, `demo`: registered by the CLI where the server parts are installed."""
+"""`berth up`, `down`, `status`, `demo`, `scenarios`: registered by the CLI where the server parts are installed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from rich.console import Console
 
 from berth.embedded.fleet import DEFAULT_FLEET, node_names
 from berth.embedded.layout import SERVICES, Layout, home_from_environment
+from berth.embedded.leftovers import end_services, end_work
 from berth.embedded.supervisor import PlatformSettings, PlatformState, is_supervised, read_state
 
 UP_SECONDS: Final = 90.0
 DOWN_SECONDS: Final = 90.0
 EXIT_USAGE: Final = 2
 EXIT_FAILED: Final = 1
-POLICY: Final = Path(__file__).resolve().parents[3] / "policies" / "default.yaml"
+POLICY: Final = Path(__file__).resolve().parents[3] / "policies" / "mixed.yaml"
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -37,6 +38,7 @@ def register(app: typer.Typer) -> None:
     app.command("down")(down)
     app.command("status")(status)
     app.command("demo")(demo)
+    app.command("scenarios")(scenarios)
 
 
 def up(
@@ -132,6 +134,22 @@ def demo(
     raise typer.Exit(run_demo(home_from_environment(home) if home else None, keep=keep))
 
 
+def scenarios(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scenario files or folders.")],
+    trace: Annotated[str, typer.Option(metavar="ID", help="Play this one only and show every decision.")] = "",
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only those whose id begins so.")] = "",
+) -> None:
+    """Play acceptance scenarios against the decisions under a simulated clock. Exit status 1 when one failed."""
+    from berth.sim.scenarios.command import main as play
+
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        console.print(f"[red]no such file or folder:[/] {missing[0]}")
+        raise typer.Exit(EXIT_USAGE)
+    options = [*(["--trace", trace] if trace else []), *(["--only", only] if only else [])]
+    raise typer.Exit(play([*map(str, paths), *options]))
+
+
 # --- used by the commands, the demo, benches and tests ---------------------------------------------------------------
 
 
@@ -147,6 +165,8 @@ def start(layout: Layout, settings: PlatformSettings) -> PlatformState:
     for folder in (layout.home, layout.run, layout.logs, layout.nodes):
         folder.mkdir(parents=True, exist_ok=True)
     layout.run.chmod(0o700)
+    if not is_supervised(layout):
+        end_services(layout.home, ends_work=False)
     layout.state_file.unlink(missing_ok=True)
     with layout.log_file("supervisor").open("ab") as log:
         process = subprocess.Popen(
@@ -178,7 +198,7 @@ def stop(layout: Layout) -> bool:
 
 
 def stop_leftovers(layout: Layout) -> bool:
-    """End what a supervisor that was killed has left: services by their noted pids, then the servers."""
+    """End what a supervisor that was killed has left: services and the work on the nodes, then the servers."""
     import asyncio
 
     from berth.embedded.servers import stop_servers
@@ -186,12 +206,8 @@ def stop_leftovers(layout: Layout) -> bool:
     state = read_state(layout)
     if state is None:
         return False
-    found = [pid for name, pid in state.processes.items() if _is_service(pid, name)]
-    for pid in found:
-        os.kill(pid, signal.SIGINT)
-    deadline = time.monotonic() + 12.0
-    while any(_lives(pid) for pid in found) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    found = end_services(layout.home, ends_work=True)
+    end_work(layout.nodes)
     asyncio.run(stop_servers(layout, PlatformSettings(**state.settings)))
     return bool(found)
 
@@ -210,14 +226,6 @@ def wait_for(
             return read_state(layout)
         time.sleep(0.03)
     return state
-
-
-def _is_service(pid: int, name: str) -> bool:
-    """Whether a noted pid still is that service, and not somebody else's process with the same number."""
-    try:
-        return f"services.{name}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _lives(pid: int) -> bool:

@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import secrets
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from berth.embedded.layout import STATEFUL, Layout
+from berth.embedded.ports import hold_port
 
 if TYPE_CHECKING:
     from berth.embedded.nats import NatsServer
@@ -35,17 +37,57 @@ async def start_servers(layout: Layout, settings: PlatformSettings) -> Servers:
 
 
 async def keep_servers(layout: Layout, settings: PlatformSettings) -> list[str]:
-    """Start again what has died; names of what had."""
-    revived = []
-    nats = _nats(layout, settings)
-    if nats.pid is None:
+    """Start again what has died; names of what had.
+
+    Raises:
+        ExceptionGroup: a server could not be started; the other one was seen to all the same.
+    """
+    nats, postgres = _nats(layout, settings), _postgres(layout, settings)
+
+    async def keep_nats() -> str | None:
+        if nats.pid is not None:
+            return None
         await nats.start(detached=True)
-        revived.append("nats")
-    postgres = _postgres(layout, settings)
-    if await asyncio.to_thread(lambda: postgres.pid) is None:
+        return "nats"
+
+    async def keep_postgres() -> str | None:
+        if await asyncio.to_thread(lambda: postgres.pid) is not None:
+            return None
         await asyncio.to_thread(postgres.start, detached=True)
-        revived.append("postgres")
-    return revived
+        return "postgres"
+
+    found = await asyncio.gather(keep_nats(), keep_postgres(), return_exceptions=True)
+    if faults := [result for result in found if isinstance(result, Exception)]:
+        raise ExceptionGroup("; ".join(map(str, faults)), faults)
+    return [name for name in found if isinstance(name, str)]
+
+
+def hold_server_ports(layout: Layout, settings: PlatformSettings) -> list[socket.socket]:
+    """Take the ports of both servers, those of last time where they are free, before the servers start.
+
+    Services find a server that was started again by its old port. While it is down its port must not go to anybody,
+    least of all to a client: one that tries to connect to a free port of the system's range can be given that very port
+    for its own end, is then connected to itself, and keeps the server out. A server that runs already keeps its port.
+    """
+    nats, postgres = _nats(layout, settings), _postgres(layout, settings)
+    held = []
+    for is_running, noted in (
+        (nats.pid is not None, nats.directory / "nats.port"),
+        (postgres.pid is not None, postgres.home / "port"),
+    ):
+        if not is_running:
+            holder = hold_port(_noted_port(noted), is_wish=True)
+            noted.parent.mkdir(parents=True, exist_ok=True)
+            noted.write_text(str(holder.getsockname()[1]))
+            held.append(holder)
+    return held
+
+
+def _noted_port(noted: Path) -> int:
+    try:
+        return int(noted.read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
 
 
 async def stop_servers(layout: Layout, settings: PlatformSettings) -> None:

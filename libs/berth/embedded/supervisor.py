@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from berth.embedded.layout import SERVICES, Layout
+from berth.embedded.leftovers import end_work
 from berth.embedded.ports import HOST, hold_port
 
 READY_SECONDS: Final = 60.0
@@ -106,13 +107,14 @@ class Supervisor:
         self._environment: dict[str, str] = {}
         self._dsns: dict[str, str] = {}
         self._is_stopping = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._held_ports: list[socket.socket] = []
 
     async def run(self) -> int:
         """Start, keep running, stop. The exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._is_stopping.set)
-        # Workers' supervisors whose agent died become our children instead of init's, so that `down` finds them.
         self._write()
         try:
             await self._start()
@@ -130,8 +132,9 @@ class Supervisor:
     # --- starting ---------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        from berth.embedded.servers import start_servers
+        from berth.embedded.servers import hold_server_ports, start_servers
 
+        self._held_ports += await asyncio.to_thread(hold_server_ports, self.layout, self.settings)
         servers = await start_servers(self.layout, self.settings)
         self.state.nats_url = servers.nats_url
         self._dsns = servers.dsns
@@ -195,8 +198,9 @@ class Supervisor:
         except (FileNotFoundError, ValueError):
             last = 0
         chosen = self.settings.http_port
-        self._api_port = hold_port(chosen) if chosen else hold_port(last, is_wish=True)
-        port = int(self._api_port.getsockname()[1])
+        holder = hold_port(chosen) if chosen else hold_port(last, is_wish=True)
+        self._held_ports.append(holder)
+        port = int(holder.getsockname()[1])
         noted.write_text(str(port))
         self.state.url = f"http://{HOST}:{port}"
 
@@ -247,9 +251,13 @@ class Supervisor:
             if code == _BAD_CONFIGURATION:
                 delay = LAST_RESTART_SECONDS
             await asyncio.sleep(delay)
-            if self._is_stopping.is_set():
-                return
-            await self._spawn(service)
+            while not self._is_stopping.is_set():
+                try:
+                    await self._spawn(service)
+                    break
+                except OSError as error:  # no process or no log file to be had just now
+                    print(f"cannot start {service.name}: {error}", flush=True)
+                    await asyncio.sleep(LAST_RESTART_SECONDS)
 
     async def _keep_servers(self) -> None:
         from berth.embedded.servers import keep_servers
@@ -271,11 +279,14 @@ class Supervisor:
     async def _stop(self) -> None:
         from berth.embedded.servers import stop_servers
 
+        # First nothing may be started again: what a keeper has begun to start is ended with it.
+        for task in self._keepers:
+            task.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
         # The agent goes first and ends its work, while there is a platform to report to.
         await self._end(self._services["node_agent"], signal.SIGINT)
+        await asyncio.to_thread(end_work, self.layout.nodes)  # where the agent was not there, or was cut off
         await asyncio.gather(*(self._end(s, signal.SIGTERM) for s in self._services.values() if s.name != "node_agent"))
-        for task in getattr(self, "_keepers", []):
-            task.cancel()
         await stop_servers(self.layout, self.settings)
 
     async def _end(self, service: _Service, number: signal.Signals) -> None:
@@ -309,7 +320,6 @@ class Supervisor:
 
 _PROGRAM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BAD_CONFIGURATION: Final = 78
-_PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def hold_lock(layout: Layout) -> IO[str] | None:
@@ -338,7 +348,6 @@ def main() -> None:
     if lock is None:
         print("another supervisor runs here", flush=True)
         sys.exit(3)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     for folder in (layout.logs, layout.nodes):
         folder.mkdir(parents=True, exist_ok=True)
     sys.exit(asyncio.run(Supervisor(layout, settings).run()))

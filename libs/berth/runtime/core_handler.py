@@ -7,30 +7,39 @@ from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from berth.bus.message import Message
 from berth.contracts import subjects
 from berth.contracts.envelope import HEADER_TYPE, Envelope, UnknownTypeError, decode
 from berth.decisions.core import DECISIONS_VERSION, Core
+from berth.decisions.recording import stored_body
 from berth.runtime.event_service import BatchHandler, Outcome, PoisonMessage
 from berth.store.database import Database
+from berth.store.recorded import take_checkpoint
 
 C = TypeVar("C", bound=Core)
 
 
 class CoreHandler(BatchHandler, Generic[C]):
-    """A core with its records in the service's schema. `heavy`: its pass may run for long."""
+    """A core with its records in the service's schema.
+
+    heavy: its pass may run for long. recorded: checkpoints of the records are kept, so that it can be replayed.
+    """
 
     decisions_version = DECISIONS_VERSION
 
-    def __init__(self, core: C, *, pool: str, heavy: bool = False) -> None:
+    def __init__(self, core: C, *, pool: str, heavy: bool = False, recorded: bool = False) -> None:
         self.core = core
         self.is_heavy = heavy
+        self.is_recorded = recorded
+        self._given: list[bytes] = []
         self.filters = core_filters(type(core), pool=pool)
 
     async def load(self, database: Database, *, now: datetime) -> None:
         """Rebuild the core from the stored records."""
+        if self.is_recorded:
+            await take_checkpoint(database, self.core.NAME)
         records = [(kind, key, orjson.loads(body)) async for kind, key, body in database.records()]
         self.core.restore(records, now=now)
 
@@ -42,14 +51,30 @@ class CoreHandler(BatchHandler, Generic[C]):
         except ValueError as error:
             raise PoisonMessage(f"refused by {self.core.NAME}: {error}") from error
 
+    def take_in(self, event: Envelope[Any], *, now: datetime) -> None:
+        """Hand the core an event that is on no stream, as part of `EventService.change`; replay will find it recorded.
+
+        Raises:
+            ValueError: the core refuses it.
+        """
+        self.core.apply(event, now=now)
+        self._given.append(event.to_json())
+
+    def given(self) -> list[bytes]:
+        """Events of `take_in` since the last call."""
+        given, self._given = self._given, []
+        return given
+
     def settle(self, *, now: datetime) -> Outcome:
         """Let the core decide; bodies become bytes before anything can change them."""
         settled = self.core.settle(now=now)
-        records = [
-            (r.kind, r.key, None if r.body is None else orjson.dumps(r.body, default=_json, option=_OPTIONS))
-            for r in settled.records
-        ]
+        records = [(record.kind, record.key, stored_body(record)) for record in settled.records]
         return Outcome(settled.emissions, records, settled.timers)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The core's."""
+        return self.core.settings
 
     def next_timer(self) -> datetime | None:
         """The core's."""
@@ -85,17 +110,6 @@ def read_event(message: Message) -> Envelope[Any]:
     if event.service not in type(event.data).OWNERS:
         raise PoisonMessage(f"{event.type} is not for {event.service} to send")
     return event
-
-
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-
-
-def _json(value: object) -> object:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json", exclude_none=True)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    raise TypeError(f"{type(value).__name__} cannot be stored")
 
 
 HandlerFactory = Callable[[], CoreHandler[C]]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from urllib.parse import quote
 
 import orjson
@@ -13,7 +13,12 @@ import orjson
 from berth.contracts import subjects
 from berth.contracts.envelope import HEADER_TENANT, HEADER_TRACE, HEADER_TYPE, Fact
 from berth.decisions.core import Emission
+from berth.decisions.recording import Tally, emission_body
+from berth.decisions.recording import event_id as id_of
 from berth.telemetry.tracing import BatchSpan, event_span
+
+_quoted = lru_cache(maxsize=1024)(quote)
+"""A pool has few tenants, and quoting a name costs more than all other headers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class Encoded:
 
 
 class EmissionEncoder:
-    """Wraps emissions of one service in envelopes. One for each process; `digest_of` ties a commit to what it told.
+    """Wraps emissions of one service in envelopes. One for each process; the tally ties a commit to what it told.
 
     The envelope is put together from parts instead of a model: the data is serialised once, for the message and for the
     digest, which must not depend on clocks and traces.
@@ -45,27 +50,26 @@ class EmissionEncoder:
         now: datetime,
         causes: Mapping[str, tuple[str | None, str | None]],
         batch: BatchSpan,
-    ) -> tuple[list[Encoded], bytes]:
-        """Messages in order, and a digest over ids and data.
+    ) -> tuple[list[Encoded], Tally]:
+        """Messages in order, and the tally over ids and data.
 
         Args:
             causes: event id -> (traceparent, correlation id) of the events in this batch.
         """
-        digest = hashlib.blake2b(digest_size=16)
+        tally = Tally()
         spans: dict[str, str | None] = {}
         time = now.isoformat()
         encoded = []
         for emission in emissions:
             data = emission.data
             name = type(data).__name__
-            event_id = f"{emission.entity}.{emission.version}.{name}"
-            body = data.__pydantic_serializer__.to_json(data, exclude_none=True)
-            digest.update(event_id.encode())
-            digest.update(body)
+            event_id = id_of(emission)
+            body = emission_body(emission)
+            tally.add(event_id, body)
             trace = self._trace(emission, name, causes, spans, batch)
             headers = {HEADER_TYPE: data.TYPE}
             if emission.tenant:
-                headers[HEADER_TENANT] = quote(emission.tenant)
+                headers[HEADER_TENANT] = _quoted(emission.tenant)
             if trace:
                 headers[HEADER_TRACE] = trace
             head = orjson.dumps(
@@ -86,7 +90,7 @@ class EmissionEncoder:
                 }
             )
             encoded.append(Encoded(event_id, self._subject(emission), headers, head[:-1] + b',"data":' + body + b"}"))
-        return encoded, digest.digest()
+        return encoded, tally
 
     def _subject(self, emission: Emission) -> str:
         data = emission.data

@@ -24,7 +24,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
 
@@ -33,11 +33,14 @@ import orjson
 from berth.bus.connection import Connection, CoreMessage, Subscription
 from berth.bus.errors import TransientError as BusTransientError
 from berth.bus.message import Message
+from berth.bus.provision import ensure_service_consumer
 from berth.bus.publisher import Outgoing, Publisher
 from berth.bus.puller import Puller
 from berth.contracts import subjects
+from berth.contracts.consumers import consumer_filters
 from berth.contracts.envelope import HEADER_ID, HEADER_TRACE
 from berth.decisions.core import Emission
+from berth.decisions.recording import Note
 from berth.runtime.emissions import EmissionEncoder, Encoded
 from berth.runtime.faults import fault_point
 from berth.store.batch import BatchTransaction, CommitEntry, ParkedMessage
@@ -47,6 +50,7 @@ from berth.store.errors import TransientError as StoreTransientError
 from berth.store.leader import Leadership
 from berth.store.outbox import OutboxRow
 from berth.store.parked import Parked
+from berth.store.recorded import CHECKPOINT_EVERY
 from berth.telemetry.logs import get_logger
 from berth.telemetry.metrics import PipelineMetrics
 from berth.telemetry.tracing import batch_span
@@ -56,6 +60,12 @@ IDLE_SECONDS: Final = 1.0
 PUBLISH_DEADLINE_SECONDS: Final = 5.0
 FIRST_RETRY_SECONDS: Final = 0.05
 LAST_RETRY_SECONDS: Final = 2.0
+RENEW_AFTER: Final = CHECKPOINT_EVERY + timedelta(minutes=1)
+PATIENCE_FOR_QUIET: Final = timedelta(hours=1)
+BUSY_FROM: Final = 32
+BUSY_GATHER_SECONDS: Final = 0.02
+"""A batch of so many messages says that more are coming, and then it pays to let them gather: each batch costs a sync of
+the database's disk and up to four of the bus's, however many messages are in it. An idle service never waits."""
 OFF_LOOP_FROM: Final = 8
 """A pass over so many messages runs in a thread, so that leases and health are answered meanwhile; below, the hop would
 cost more than the pass."""
@@ -84,6 +94,12 @@ class BatchHandler(ABC):
     decisions_version: str = ""
     is_heavy: bool = False
     """Whether `settle` may take long enough to be moved off the event loop."""
+    gather_seconds: float = 0.0
+    """How long to let more messages come before a batch is begun. Only for readers that nobody waits for: they leave
+    the processor and the disk to those on a job's path, and a transaction then covers many events."""
+
+    is_recorded: bool = False
+    """Whether it is made anew once a day, with a checkpoint of its records, at which a replay can begin."""
 
     @abstractmethod
     async def load(self, database: Database, *, now: datetime) -> None:
@@ -103,6 +119,15 @@ class BatchHandler(ABC):
 
     async def write(self, tx: BatchTransaction) -> None:  # noqa: B027 - most have nothing of their own
         """Statements of the service's own, in the same transaction."""
+
+    def given(self) -> list[bytes]:
+        """Events, as JSON, that calls of `change` handed in since the last call: recorded, so that replay has them."""
+        return []
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decisions depend on besides events and records; recorded with each start."""
+        return {}
 
     def next_timer(self) -> datetime | None:
         """When to settle without a message; None: never."""
@@ -133,6 +158,7 @@ class _Taken:
     message: Message
     event_id: str
     entity: str
+    trace: str | None
 
 
 @dataclass(slots=True)
@@ -179,6 +205,8 @@ class EventService(Generic[H]):
         self._encoder = EmissionEncoder(service=service, pool=pool)
         self._log = get_logger(service)
         self._handler: H | None = None
+        self._loaded_at: datetime | None = None  # when the handler was made from its records; None: it has committed
+        self._made_at = self._clock()
         self._calls: list[_Call[H]] = []
         self._answers: dict[str, Callable[[CoreMessage], Awaitable[bytes]]] = {}
         self._lock = asyncio.Lock()
@@ -252,7 +280,9 @@ class EventService(Generic[H]):
                 batch=BATCH,
                 contiguous=True,
                 may_reset=leadership.confirmed,
+                on_missing=self._make_consumer,
             )
+            await self._make_consumer()
             await puller.open(after=self._position)
             stack.push_async_callback(puller.close)
             self._puller = puller
@@ -269,6 +299,10 @@ class EventService(Generic[H]):
             while True:
                 try:
                     messages = await puller.next(self._patience())
+                    if messages and handler.gather_seconds and len(messages) < BATCH:
+                        await asyncio.sleep(handler.gather_seconds)
+                        if puller.waiting:  # else it might raise, and what was taken would be lost
+                            messages += await puller.next(0.0)
                 except BusTransientError as error:
                     self._log.warning("cannot take in events", reason=str(error))
                     await asyncio.sleep(LAST_RETRY_SECONDS)
@@ -276,7 +310,24 @@ class EventService(Generic[H]):
                 if self._lost.is_set():
                     raise Deposed(self._service, self._epoch)
                 async with self._lock:
+                    await self._renew(is_idle=not messages)
                     await self._work(puller, messages)
+                if len(messages) >= BUSY_FROM and puller.waiting < BATCH:
+                    await asyncio.sleep(BUSY_GATHER_SECONDS)
+
+    async def _renew(self, *, is_idle: bool) -> None:
+        """Once a day make a recorded handler anew from its records, in a quiet moment if one comes within the hour."""
+        if self._handler is None or not self._handler.is_recorded:
+            return
+        age = self._clock() - self._made_at
+        if age > RENEW_AFTER + (timedelta(0) if is_idle else PATIENCE_FOR_QUIET):
+            self._handler = await self._loaded()
+
+    async def _make_consumer(self) -> None:
+        """A bus that was restarted has no consumers; the position is ours, so a new one is as good."""
+        filters = consumer_filters(self._pool).get(self._service, [])
+        if await ensure_service_consumer(self._bus, self._service, filters):
+            self._log.info("made the consumer anew")
 
     def _forget_puller(self) -> None:
         self._puller = None
@@ -297,7 +348,9 @@ class EventService(Generic[H]):
             try:
                 await self._publish_leftovers()
                 handler = self._make_handler()
-                await handler.load(self._database, now=self._clock())
+                now = self._clock()
+                await handler.load(self._database, now=now)
+                self._loaded_at = self._made_at = now
                 return handler
             except StoreTransientError as error:
                 self._log.warning("waiting for the database", reason=str(error))
@@ -379,7 +432,7 @@ class EventService(Generic[H]):
         if handler is None:
             raise Deposed(self._service, self._epoch)
         taken = [_taken(message) for message in messages]
-        span = batch_span(self._service, self._service, [m.header(HEADER_TRACE) for m in messages])
+        span = batch_span(self._service, self._service, [item.trace for item in taken])
         with span:
             committed = await self._commit(handler, taken, calls, span, parking)
             await fault_point(f"{self._service}.between_commit_and_publish")
@@ -398,38 +451,48 @@ class EventService(Generic[H]):
             replays = await tx.take_replays() if self._database.parked_changed.is_set() else []
             fresh = await tx.new_ids([item.event_id for item in taken]) if taken else set()
             causes: dict[str, tuple[str | None, str | None]] = {}
+            note = Note(loaded=self._loaded_at, settings=handler.settings)
             for replay in replays:
                 known = replay.message
-                self._apply(handler, tx, _Taken(_replayed(replay), known.event_id, known.entity), now, causes, "")
+                message = _replayed(replay)
+                again = _Taken(message, known.event_id, known.entity, message.header(HEADER_TRACE))
+                if self._apply(handler, tx, again, now, causes, ""):
+                    note.before.append(replay.payload)
+            took = []
             for item in taken:
                 if item.event_id in fresh:
                     fresh.discard(item.event_id)
-                    self._apply(handler, tx, item, now, causes, parking)
+                    if self._apply(handler, tx, item, now, causes, parking):
+                        took.append(item.message.stream_seq)
+            note.took = None if len(took) == len(taken) else took
             for call in calls:
                 call.result = call.work(handler, now)
+            note.after = handler.given()
             outcome = await self._settle(handler, now, len(taken))
-            encoded, digest = self._encoder.encode(outcome.emissions, now=now, causes=causes, batch=span)
+            encoded, tally = self._encoder.encode(outcome.emissions, now=now, causes=causes, batch=span)
             tx.upsert_records((kind, key, body) for kind, key, body in outcome.records if body is not None)
             tx.delete_records((kind, key) for kind, key, body in outcome.records if body is None)
             rows = [OutboxRow(e.event_id, e.subject, orjson.dumps(e.headers), e.payload) for e in encoded]
             tx.add_outbox(rows)
             if taken:
                 tx.set_position(self._service, taken[-1].message.stream_seq, stream=subjects.EVENTS_STREAM)
-            if causes or outcome.timers or calls or encoded:
-                tx.log_commit(
-                    CommitEntry(
-                        first_seq=taken[0].message.stream_seq if taken else self._position,
-                        last_seq=taken[-1].message.stream_seq if taken else self._position,
-                        timers=outcome.timers,
-                        clock=now,
-                        emitted=len(encoded),
-                        decisions_version=handler.decisions_version,
-                        policy_version=handler.policy_version,
-                        digest=digest,
-                    )
+            note.sums = tally.sums
+            tx.log_commit(
+                CommitEntry(
+                    first_seq=taken[0].message.stream_seq if taken else self._position + 1,
+                    last_seq=taken[-1].message.stream_seq if taken else self._position,
+                    timers=outcome.timers,
+                    clock=now,
+                    emitted=len(encoded),
+                    decisions_version=handler.decisions_version,
+                    policy_version=handler.policy_version,
+                    digest=tally.digest(),
+                    events=note.to_json(),
                 )
+            )
             await handler.write(tx)
             await fault_point(f"{self._service}.before_commit")
+        self._loaded_at = None
         self._metrics.commit_seconds.observe(perf_counter() - started)
         return _Committed(encoded, tx.outbox_ids)
 
@@ -441,20 +504,22 @@ class EventService(Generic[H]):
         now: datetime,
         causes: dict[str, tuple[str | None, str | None]],
         parking: str,
-    ) -> None:
+    ) -> bool:
+        """Let the handler take it in; False: it is parked instead."""
         message = item.message
         if tx.is_entity_parked(item.entity):
             self._park(tx, item, "an earlier message of this entity is parked")
-            return
+            return False
         if parking:
             self._park(tx, item, parking)
-            return
+            return False
         try:
             handler.apply(message, now=now)
         except PoisonMessage as poison:
             self._park(tx, item, str(poison))
-            return
-        causes[item.event_id] = (message.header(HEADER_TRACE), None)
+            return False
+        causes[item.event_id] = (item.trace, None)
+        return True
 
     def _park(self, tx: BatchTransaction, item: _Taken, reason: str) -> None:
         message = item.message
@@ -527,9 +592,9 @@ class EventService(Generic[H]):
 
 
 def _taken(message: Message) -> _Taken:
-    tokens = message.subject.split(".")
+    tokens = message.subject.split(".", 5)
     entity = tokens[4] if len(tokens) > 5 else message.subject
-    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity)
+    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity, message.header(HEADER_TRACE))
 
 
 def _id_inside(message: Message) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -15,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from berth.bus.connection import BusSettings, Connection, CoreMessage
 from berth.bus.errors import RequestFailed
 from berth.bus.permissions import api_prefix, inbox_prefix
+from berth.contracts.requests import CheckpointQuestion, CommitsQuestion
 from berth.runtime.event_service import BatchHandler, EventService
 from berth.runtime.process import ServiceContext
 from berth.runtime.settings import BerthSettings
@@ -23,6 +24,7 @@ from berth.store.errors import NoSuchParked, OutOfOrder
 from berth.store.housekeeping import keep_house
 from berth.store.leader import Leadership
 from berth.store.parked import Parked, drop_parked, list_parked, request_replay, show_parked
+from berth.store.recorded import checkpoint_page, commits_page, find_checkpoint
 from berth.telemetry.metrics import PipelineMetrics
 
 H = TypeVar("H", bound=BatchHandler)
@@ -74,9 +76,12 @@ async def wired(context: ServiceContext[Any], *, service: str) -> AsyncIterator[
 
 
 def event_service(
-    context: ServiceContext[Any], parts: Wired, *, service: str, make_handler: Callable[[], H]
+    context: ServiceContext[Any], parts: Wired, *, service: str, make_handler: Callable[[], H], recorded: bool = False
 ) -> EventService[H]:
-    """The event service over wired parts, with its readiness and the answers to `parked`."""
+    """The event service over wired parts, with its readiness and the answers to `parked`.
+
+    recorded: it decides, so it answers `commits` and `checkpoint` too, from which its decisions can be run again.
+    """
     settings: BerthSettings = context.settings
     store = store_settings(settings, service=service)
     made = EventService(
@@ -90,9 +95,25 @@ def event_service(
         on_leading=lambda _: context.health.set("leader", None),
     )
     context.background("stand by", _stand_by(context))
-    context.critical("housekeeping", keep_house(parts.database))
+    context.critical("housekeeping", keep_house(parts.database, has_checkpoints=recorded))
     made.serve("parked", ParkedAnswers(parts.database).answer)
+    if recorded:
+        made.serve("commits", answering(CommitsQuestion, lambda asked: _commits(parts.database, asked)))
+        made.serve("checkpoint", answering(CheckpointQuestion, lambda asked: _checkpoint(parts.database, asked)))
     return made
+
+
+async def _commits(database: Database, asked: CommitsQuestion) -> list[dict[str, Any]]:
+    return await commits_page(database, after=asked.after)
+
+
+async def _checkpoint(database: Database, asked: CheckpointQuestion) -> object:
+    if asked.commit_id is not None:
+        return await checkpoint_page(database, asked.commit_id, kind=asked.kind, key=asked.key)
+    found = await find_checkpoint(database, since=asked.since, until=asked.until)
+    if found is None:
+        raise RequestFailed("not_found", "no checkpoint yet")
+    return asdict(found)
 
 
 async def _stand_by(context: ServiceContext[Any]) -> None:

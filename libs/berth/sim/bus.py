@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Any
 
 import orjson
-from pydantic import BaseModel
 
 from berth.contracts.envelope import Envelope, Fact, Order, decode
-from berth.decisions.core import Core, Emission
+from berth.decisions.core import Core, Emission, Settled
+from berth.decisions.recording import stored_body
 from berth.sim.clock import SimClock
 
 POOL = "sim"
@@ -57,11 +57,23 @@ class Parked:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of one core as it was worked off: what was there to take in, what of it was taken, what followed."""
+
+    service: str
+    events: Sequence[Envelope[Any]]
+    took: Sequence[Envelope[Any]]
+    settled: Settled
+    now: datetime
+
+
 class SimBus:
     """Delivers events to cores by what they consume, and commands to a sink.
 
-    keep_records: store what cores hand over, so that they can be restarted. through_json: encode and decode every
-    event, as a real bus does; slower, and finds what would not survive the way.
+    batch_size: how many of the events that wait make a core's next batch; all by default. on_batch, on_restart: for
+    shells that record. keep_records: store what cores hand over, so that they can be restarted. through_json: encode
+    and decode every event, as a real bus does; slower, and finds what would not survive the way.
     """
 
     def __init__(self, clock: SimClock, *, keep_records: bool = True, through_json: bool = False) -> None:
@@ -70,6 +82,9 @@ class SimBus:
         self.parked: list[Parked] = []
         self.on_order: Callable[[Envelope[Any]], None] = lambda order: None
         self.before_settle: Callable[[Core], None] = lambda core: None
+        self.batch_size: Callable[[str, int], int] = lambda service, waiting: waiting
+        self.on_batch: Callable[[Batch], None] = lambda batch: None
+        self.on_restart: Callable[[str], None] = lambda service: None
         self.is_up = True
         self._keep = keep_records
         self._through_json = through_json
@@ -101,8 +116,10 @@ class SimBus:
         """Throw a core away and rebuild it from what it stored."""
         seat = self._seats[name]
         seat.core = seat.make()
-        stored = [(kind, key, orjson.loads(body)) for (kind, key), body in seat.records.items()]
+        stored = [(kind, key, orjson.loads(body)) for (kind, key), body in sorted(seat.records.items())]
         seat.core.restore(stored, now=self.clock.now)
+        self.on_restart(name)
+        self.batch(name)
         return seat.core
 
     @property
@@ -169,19 +186,24 @@ class SimBus:
         """One batch of one core: apply what has arrived, settle, store, publish."""
         seat, now = self._seats[name], self.clock.now
         self.before_settle(seat.core)
-        events, seat.inbox = seat.inbox, []
+        size = self.batch_size(name, len(seat.inbox))
+        events, seat.inbox = seat.inbox[:size], seat.inbox[size:]
+        took = []
         for event in events:
             try:
                 seat.core.apply(event, now=now)
+                took.append(event)
             except ValueError as wrong:
                 self.parked.append(Parked(name, event, str(wrong)))
         settled = seat.core.settle(now=now)
         if self._keep:
             for record in settled.records:
-                if record.body is None:
+                body = stored_body(record)
+                if body is None:
                     seat.records.pop((record.kind, record.key), None)
                 else:
-                    seat.records[record.kind, record.key] = orjson.dumps(record.body, default=_json, option=_OPTIONS)
+                    seat.records[record.kind, record.key] = body
+        self.on_batch(Batch(name, events, took, settled, now))
         self._send(settled.emissions, service=name)
 
     def _send(self, emissions: Sequence[Emission], *, service: str) -> None:
@@ -202,14 +224,3 @@ class SimBus:
 
 def _known(times: Iterable[datetime | None]) -> list[datetime]:
     return [time for time in times if time is not None]
-
-
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-
-
-def _json(value: object) -> object:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json", exclude_none=True)
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    raise TypeError(f"{type(value).__name__} cannot be stored")

@@ -47,7 +47,11 @@ PARAMETER_ORDER = tuple(name for name, _ in COMMIT_PARAMETERS)
 
 @dataclass(frozen=True, slots=True)
 class CommitEntry:
-    """What replay needs to know about a batch. digest: over emissions and records; events: only where they are kept."""
+    """What replay needs to know about a batch.
+
+    first_seq, last_seq: of the messages taken; first behind last where there were none. digest: over the emissions.
+    events: what the range does not tell, see `berth.decisions.recording.Note`.
+    """
 
     first_seq: int
     last_seq: int

@@ -5,6 +5,7 @@
 | outbox | 15 to 20 minutes after publishing; unpublished rows for ever | TRUNCATE of one slot |
 | inbox | 8 days, a day longer than the stream keeps messages | DELETE of the oldest, a few thousand at a time |
 | commits | 30 days | DELETE of the oldest |
+| checkpoint | 30 days, one a day | DELETE of the oldest |
 | parked | for good | |
 
 Deletes are small so that they never hold up a batch; what one round leaves is the next round's.
@@ -21,6 +22,7 @@ import asyncpg
 from berth.store.common_v1 import SLOT_SECONDS, SLOTS
 from berth.store.database import Database
 from berth.store.errors import TransientError
+from berth.store.recorded import drop_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +33,11 @@ PRUNE_EVERY_S = 60.0
 ROWS_AT_ONCE = 5000
 
 
-async def keep_house(database: Database) -> None:
-    """Write off what was published and prune, until cancelled. One for each process; several do not disturb each
-    other."""
+async def keep_house(database: Database, *, has_checkpoints: bool = False) -> None:
+    """Write off what was published and prune, until cancelled. One for each process; several do not disturb each other.
+
+    has_checkpoints: the schema is a deciding service's.
+    """
     since_prune_s = PRUNE_EVERY_S
     while True:
         try:
@@ -42,6 +46,8 @@ async def keep_house(database: Database) -> None:
             if since_prune_s >= PRUNE_EVERY_S:
                 since_prune_s = 0.0
                 await prune(database)
+                if has_checkpoints:
+                    await drop_checkpoints(database)
         except TransientError as error:
             log.warning("housekeeping of %s will be tried again: %s", database.settings.schema, error)
         await asyncio.sleep(WRITE_OFF_EVERY_S)

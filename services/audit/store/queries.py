@@ -9,6 +9,7 @@ from berth.store.database import Database
 from services.audit.chain import START, Link, first_break
 
 _PAGE = 5000
+_PAGE_BYTES = 1 << 20
 
 
 async def events_of(database: Database, *, entity: str | None, after: int, limit: int) -> list[dict[str, Any]]:
@@ -34,6 +35,33 @@ async def events_of(database: Database, *, entity: str | None, after: int, limit
         }
         for row in rows
     ]
+
+
+async def record_page(database: Database, *, after: int) -> dict[str, Any]:
+    """Events behind stream sequence `after`, in order, about a mebibyte, and the last sequence recorded by now."""
+    async with database.reader() as connection:
+        last = await connection.fetchval("SELECT stream_seq FROM audit.record ORDER BY number DESC LIMIT 1")
+        rows = await connection.fetch(
+            "SELECT stream_seq, recorded_at, type, payload FROM audit.record WHERE stream_seq > $1 "
+            "ORDER BY stream_seq LIMIT $2",
+            after,
+            _PAGE,
+        )
+    events: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        size += 120 + len(row["payload"])
+        if events and size > _PAGE_BYTES:
+            break
+        events.append(
+            {
+                "seq": row["stream_seq"],
+                "recorded_at": row["recorded_at"].isoformat(),
+                "type": row["type"],
+                "payload": row["payload"].decode(errors="replace"),
+            }
+        )
+    return {"events": events, "last_seq": last or 0}
 
 
 async def verify_chain(database: Database) -> dict[str, int | None]:

@@ -28,7 +28,7 @@ from services.gateway.intake import Accepted, Cancel, Submission, Tell
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.principals import Principal
 from services.gateway.problems import ApiError, refused
-from services.gateway.store.queries import Activated, JobFilter, StoredJob, StoredToken
+from services.gateway.store.queries import Activated, HeldProposal, JobFilter, StoredJob, StoredToken
 
 SERVICE: Final = "gateway"
 ASK_SECONDS: Final = 2.0
@@ -51,6 +51,8 @@ class Reads(Protocol):
     async def counts(self) -> dict[str, dict[str, int]]: ...
     async def secrets(self, job_id: str, names: Sequence[str]) -> dict[str, str]: ...
     async def policy(self, version: int | None = None) -> Activated | None: ...
+    async def policy_versions(self, before: int | None, limit: int) -> list[Activated]: ...
+    async def held_proposals(self, proposal_id: str | None = None) -> list[HeldProposal]: ...
     async def proposal(self, proposal_id: str) -> tuple[int | None, list[dict[str, str]]] | None: ...
     async def tokens(self, tenant: str | None) -> list[StoredToken]: ...
     async def revoke_token(self, token_id: str, tenant: str | None) -> bool: ...
@@ -104,6 +106,8 @@ class Deps:
         Raises:
             ApiError: 401.
         """
+        if "\x00" in request.url.path or b"%00" in request.scope["query_string"]:
+            raise refused("invalid", "the address holds a NUL character", remedy="remove it", status=400)
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise unauthenticated(
@@ -128,7 +132,8 @@ class Deps:
                 self.denials.popitem(last=False)
             denied = AccessDenied(actor=who.actor, action=action, target=target, at=datetime.now(UTC))
             try:
-                await self.changes.tell(Tell(denied, self.ids(), who.user, who.tenant or ""))
+                # Of no tenant: who sees it in a feed would learn that what was asked for exists.
+                await self.changes.tell(Tell(denied, self.ids(), who.user))
             except TransientError as error:
                 _log.warning("a denial could not be recorded", action=action, reason=str(error))
         if hide:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Final, cast
@@ -14,14 +15,16 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from berth.contracts.api import (
     CancelRequest,
     CordonRequest,
+    PolicyDecision,
+    PolicyDiffRequest,
     PolicyProposal,
     Problem,
+    QuotaChange,
     Submitted,
     SubmittedBatch,
     TokenRequest,
@@ -29,7 +32,7 @@ from berth.contracts.api import (
 from berth.contracts.jobs import JobSpec
 from berth.store.errors import TransientError
 from berth.telemetry.logs import get_logger
-from services.gateway.api import admin, cluster, feeds, jobs
+from services.gateway.api import admin, cluster, feeds, jobs, policies, receipts, record
 from services.gateway.api.admin import ReplayRequest
 from services.gateway.api.deps import SERVICE, Deps
 from services.gateway.problems import MEDIA_TYPE, ApiError, Fault, invalid, refused, shown
@@ -60,7 +63,10 @@ _MORE_MODELS: Final[tuple[type[BaseModel], ...]] = (
     SubmittedBatch,
     CancelRequest,
     CordonRequest,
+    PolicyDecision,
+    PolicyDiffRequest,
     PolicyProposal,
+    QuotaChange,
     TokenRequest,
     ReplayRequest,
     TraceView,
@@ -71,7 +77,7 @@ def make_app(deps: Deps) -> FastAPI:
     """The API over given parts; starts nothing."""
     app = FastAPI(title="Berth", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.deps = deps
-    for module in (jobs, cluster, admin, feeds):
+    for module in (jobs, receipts, cluster, policies, admin, record, feeds):
         app.include_router(module.router)
     app.add_route("/v1/jobs", jobs.submit, methods=["POST"])
     app.add_route("/openapi.json", _describe, methods=["GET"])
@@ -116,7 +122,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         made = refused("not_found", f"nothing at {request.url.path[:200]}", remedy="see GET /openapi.json")
     elif found.status_code == 405:
         detail = f"{request.method[:20]} is not allowed here"
-        allowed = ", ".join(sorted(_methods_at(request)))
+        allowed = ", ".join(_methods_at(request)) or headers.get("Allow", "")
         headers = {**headers, "Allow": allowed}
         made = refused("method_not_allowed", detail, remedy=f"use {allowed}")
     else:
@@ -125,13 +131,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return problem_answer(made, request)
 
 
-def _methods_at(request: Request) -> set[str]:
-    """Methods of all routes at a path; Starlette names those of the first one only."""
-    methods: set[str] = set()
-    for route in request.app.routes:
-        if isinstance(route, Route) and route.path_regex.match(request.url.path):
-            methods |= set(route.methods or ())
-    return methods - {"HEAD"}
+def _methods_at(request: Request) -> list[str]:
+    """Methods at a path by the description; Starlette names those of the first route only."""
+    found: set[str] = set()
+    for template, operations in describe(request.app)["paths"].items():
+        if re.fullmatch(re.sub(r"\{[^}]+\}", "[^/]+", template), request.url.path):
+            found.update(method.upper() for method in operations)
+    return sorted(found)
 
 
 async def _on_store_away(request: Request, error: Exception) -> Response:

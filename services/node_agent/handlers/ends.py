@@ -25,6 +25,8 @@ def on_worker_exit(ended: WorkerExit, node: Node, deps: Deps) -> None:
     if worker.phase is Phase.ACCEPTED:
         worker.on_started(0, ended.started_at_ns / 1e9)
         deps.reporter.tell_worker(worker, worker.started_report())
+    if deps.metrics is not None:
+        deps.metrics.ends.labels(_how(ended)).inc()
     if isinstance(node.driver, SimDriver):
         node.driver.vacate(worker.gpus, worker.pid)
     has_failed = ended.exit_code != 0 and not ended.stop_reason
@@ -33,6 +35,14 @@ def on_worker_exit(ended: WorkerExit, node: Node, deps: Deps) -> None:
     else:
         worker.on_exited(ended, "")
         release(node, worker, deps)
+
+
+def _how(ended: WorkerExit) -> str:
+    if ended.is_lost:
+        return "lost"
+    if ended.stop_reason:
+        return "stopped"
+    return "failed" if ended.exit_code else "done"
 
 
 async def _exit_slowly(ended: WorkerExit, worker: Worker, node: Node, deps: Deps, *, with_log: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
 
 import orjson
 
@@ -16,6 +18,7 @@ from services.node_agent.driver.sim import SimDriver
 from services.node_agent.handlers.ends import end_without_start, tell_again
 from services.node_agent.handlers.refusals import refuse
 from services.node_agent.node import Node
+from services.node_agent.process.checkpoints import newest_manifest
 from services.node_agent.process.environment import DEFAULT_PATH
 from services.node_agent.process.runtime import AlreadyLaunchedError, StartRefused, WorkerLaunch
 from services.node_agent.rules import WHOLE_CARD_MILLI, refuse_launch
@@ -28,15 +31,16 @@ EINVAL = 22
 def on_launch_workers(event: Envelope[LaunchWorkers], node: Node, deps: Deps, trace: str) -> None:
     """Judge the command and take its workers on; they are started when the journal has them.
 
-    A repeat of it, under whatever id and in whatever session, changes nothing and is answered with what became of its
-    workers.
+    A repeat of it, in whatever session, changes nothing; who asks anew, under another id, is answered with what became of
+    its workers. Answers to the first asking are in the bus, or on their way there.
     """
     order = event.data
     wanted = {plan.worker for plan in order.workers}
     known = node.workers_of_attempt(order.job_id, order.attempt)
     if repeated := [worker for worker in known if worker.worker in wanted and worker.fence == order.fence]:
         for worker in repeated:
-            tell_again(node, worker, deps)
+            if worker.command_id != event.id:
+                tell_again(node, worker, deps)
         return
     reason = node.was_refused(event.id) or refuse_launch(
         node.view, order, deps.clock.now(), live=node.live(), unclean=node.unclean
@@ -71,11 +75,11 @@ def on_launch_workers(event: Envelope[LaunchWorkers], node: Node, deps: Deps, tr
 
 async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, node: Node, deps: Deps) -> None:
     """Start one program and tell how it went."""
+    begun = perf_counter()
     try:
         secrets = await deps.fetch_secrets(order) if order.secret_env else {}
     except (BusError, KeyError) as error:
-        refused = StartRefused(worker.key, node.name, worker.fence, EINVAL, f"secrets not available: {error}")
-        end_without_start(node, worker, deps, refused)
+        _refused(node, worker, deps, EINVAL, f"secrets not available: {error}")
         return
     if worker.stop_grace_seconds is not None:
         end_without_start(node, worker, deps)
@@ -84,12 +88,17 @@ async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, n
         started = await deps.runtime.launch(program_of(order, plan, worker, node, deps, secrets))
     except AlreadyLaunchedError:
         # The journal did not know it, the disk does: state was restored from somewhere. Never start it again.
-        refused = StartRefused(worker.key, node.name, worker.fence, EINVAL, "was launched here before")
-        end_without_start(node, worker, deps, refused)
+        _refused(node, worker, deps, EINVAL, "was launched here before")
+        return
+    except OSError as error:  # a full disk, no process left: before any program could start
+        _refused(node, worker, deps, error.errno or EINVAL, str(error))
         return
     if isinstance(started, StartRefused):
-        end_without_start(node, worker, deps, started)
+        _refused(node, worker, deps, started.errno, started.reason)
         return
+    if deps.metrics is not None:
+        deps.metrics.launches.labels("started").inc()
+        deps.metrics.launch_seconds.observe(perf_counter() - begun)
     worker.on_started(started.pid, started.started_at_ns / 1e9)
     node.save(worker)
     if isinstance(node.driver, SimDriver) and worker.gpus:
@@ -97,6 +106,12 @@ async def start_worker(order: LaunchWorkers, plan: WorkerPlan, worker: Worker, n
     deps.reporter.tell_worker(worker, worker.started_report())
     if worker.stop_grace_seconds is not None:
         deps.runtime.stop(worker.key, node.name, grace_seconds=worker.stop_grace_seconds, reason=worker.stop_reason)
+
+
+def _refused(node: Node, worker: Worker, deps: Deps, code: int, reason: str) -> None:
+    if deps.metrics is not None:
+        deps.metrics.launches.labels("refused").inc()
+    end_without_start(node, worker, deps, StartRefused(worker.key, node.name, worker.fence, code, reason))
 
 
 def program_of(
@@ -110,13 +125,18 @@ def program_of(
         fence=order.fence,
         argv=plan.command or order.command,
         env={"PATH": deps.settings.program_path or DEFAULT_PATH, **secrets, **order.env, **plan.env},
-        platform_env={
-            "BERTH_GPUS": ",".join(plan.gpus),
-            "BERTH_CKPT_DIR": f"{deps.checkpoints}/{order.job_id}",
-        },
+        platform_env={"BERTH_GPUS": ",".join(plan.gpus), **resume_variables(order, deps)},
         gpu_uuids=worker.devices,
         gpu_indices=[index_of.get(gpu, 0) for gpu in plan.gpus],
         cwd=order.workdir or "",
         grace_seconds=order.grace_seconds,
         extra=orjson.dumps(worker),
     )
+
+
+def resume_variables(order: LaunchWorkers, deps: Deps) -> dict[str, str]:
+    """Where the job's checkpoints are, and the newest valid one. A look at one folder, at a start that has one."""
+    folder = f"{deps.checkpoints}/{order.job_id}"
+    found = newest_manifest(Path(folder), fence=order.fence) if order.attempt > 1 else None
+    manifest, step = ("", "") if found is None else (str(found[0]), str(found[1]))
+    return {"BERTH_CKPT_DIR": folder, "BERTH_RESUME_FROM": manifest, "BERTH_RESUME_STEP": step}

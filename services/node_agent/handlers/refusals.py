@@ -32,6 +32,8 @@ def refuse(
     if not isinstance(order, ReconcileNode):
         job_id, attempt, fence = order.job_id, order.attempt, order.fence
     log.warning("command refused", command=event.id, node=node.name, code=str(reason.code), job=job_id)
+    if deps.metrics is not None:
+        deps.metrics.refused.labels(str(reason.code)).inc()
     deps.reporter.tell(
         CommandRefused(
             command_id=event.id,

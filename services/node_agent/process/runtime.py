@@ -147,8 +147,11 @@ class WorkerRuntime(Protocol):
         """Find what an earlier agent left; call once for each node before the first launch on it."""
         ...
 
-    def renew(self, node: str, deadline_boottime_ns: int) -> None:
-        """Let the workers of `node` go on until then (CLOCK_BOOTTIME), whatever becomes of the agent."""
+    def renew(self, node: str, deadline_boottime_ns: int, grace_seconds: float | None = None) -> None:
+        """Let the workers of `node` go on until then (CLOCK_BOOTTIME), whatever becomes of the agent.
+
+        grace_seconds: from SIGTERM to SIGKILL after that; None: as the runtime was told when it was made.
+        """
         ...
 
     def forget(self, key: WorkerKey, node: str) -> None:

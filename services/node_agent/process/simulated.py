@@ -112,7 +112,7 @@ class SimulatedWorkers:
         found = self._node(node)
         return Adoption(tuple(each.worker for each in found.live.values()), tuple(found.ended.values()), ())
 
-    def renew(self, node: str, deadline_boottime_ns: int) -> None:
+    def renew(self, node: str, deadline_boottime_ns: int, grace_seconds: float | None = None) -> None:
         self._node(node).deadline_ns = deadline_boottime_ns
 
     def forget(self, key: WorkerKey, node: str) -> None:

@@ -2,7 +2,8 @@
 
 On disk, below the state directory:
 
-    NODE/lease      deadline of the node's lease, CLOCK_BOOTTIME ns; supervisors look when the one they know is past
+    NODE/lease      "DEADLINE GRACE": end of the node's lease, CLOCK_BOOTTIME ns, and ms from SIGTERM to SIGKILL then;
+                    supervisors look when the end they know is past
     NODE/workers/JOB.ATTEMPT.WORKER/    see `supervisor.py`; the program's own directory is `work` in it
     NODE/done/JOB.ATTEMPT.WORKER/       the same, moved here once the end was reported; kept for its log
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from services.node_agent.process import logs
+from services.node_agent.process.checkpoints import NOT_WORTH_SAVING, ask_to_save_and_exit
 from services.node_agent.process.environment import program_environment
 from services.node_agent.process.leftovers import Marks, end_strays, is_alive
 from services.node_agent.process.runtime import (
@@ -64,8 +66,7 @@ class Supervisors:
     Args:
         root: state directory; one agent at a time.
         log_piece_bytes: two pieces of this size are kept of each worker's output.
-        lease_grace_seconds: from SIGTERM to SIGKILL when a lease has run out; the platform counts on it before it
-            gives the cards away, so it is the same on all nodes.
+        lease_grace_seconds: from SIGTERM to SIGKILL when a lease has run out that was renewed without a grace.
         platform_env: variables for every worker, beside those of `environment.py`.
     """
 
@@ -87,6 +88,7 @@ class Supervisors:
         self._boot_id = boot_id()
         self._live: dict[tuple[str, WorkerKey], _Watched] = {}
         self._deadlines: dict[str, int] = {}
+        self._graces_ms: dict[str, int] = {}
         self._ready_nodes: set[str] = set()
         self._cleaning: set[asyncio.Task[None]] = set()
 
@@ -105,15 +107,17 @@ class Supervisors:
         except FileExistsError:
             raise AlreadyLaunchedError(launch.key.folder) from None
         work_dir.mkdir()
+        control_dir = directory / "control"
+        control_dir.mkdir()
         request = (
             str(directory),
             launch.cwd or str(work_dir),
             list(launch.argv),
-            program_environment(launch, work_dir=str(work_dir), platform={**self._platform_env, **launch.platform_env}),
+            self._environment(launch, work_dir, control_dir),
             _spec(launch),
             str(self._lease_path(launch.node)),
             self._deadlines.get(launch.node, 0),
-            self._lease_grace_ms,
+            self._graces_ms.get(launch.node, self._lease_grace_ms),
             int(launch.grace_seconds * 1000),
             self._log_piece_bytes,
             self._boot_id,
@@ -134,6 +138,10 @@ class Supervisors:
                 answer = ("failed",)
             return self._answered(launch, directory, answer)
         return self._refused(launch, EAGAIN, "no supervisor could be made")
+
+    def _environment(self, launch: WorkerLaunch, work_dir: Path, control_dir: Path) -> dict[str, str]:
+        platform = {**self._platform_env, **launch.platform_env, "BERTH_CKPT_CONTROL": str(control_dir)}
+        return program_environment(launch, work_dir=str(work_dir), platform=platform)
 
     def _answered(
         self, launch: WorkerLaunch, directory: Path, answer: tuple[object, ...]
@@ -199,10 +207,21 @@ class Supervisors:
     # -- stopping and lease
 
     def stop(self, key: WorkerKey, node: str, *, grace_seconds: float, reason: str) -> bool:
-        """Have the supervisor run the stop ladder: SIGTERM to the group, after the grace SIGKILL to all descendants."""
+        """Ask the program to save, then have its supervisor run the stop ladder.
+
+        The ladder: SIGTERM to the group, after the grace SIGKILL to all descendants.
+        """
         watched = self._live.get((node, key))
         if watched is None or watched.pidfd < 0:
             return watched is not None
+        if reason not in NOT_WORTH_SAVING:
+            ask_to_save_and_exit(
+                watched.directory / "control",
+                request_id=f"{key.folder}.stop",
+                reason=reason,
+                grace_seconds=grace_seconds,
+                fence=watched.worker.fence,
+            )
         (watched.directory / "stop").write_text(f"{int(grace_seconds * 1000)} {reason}")
         try:
             signal.pidfd_send_signal(watched.pidfd, signal.SIGTERM)
@@ -210,15 +229,17 @@ class Supervisors:
             pass  # it has just ended; the loop will hear of it
         return True
 
-    def renew(self, node: str, deadline_boottime_ns: int) -> None:
+    def renew(self, node: str, deadline_boottime_ns: int, grace_seconds: float | None = None) -> None:
         """Write the node's deadline where its supervisors look; never moves back."""
         self._prepare(node)
         if deadline_boottime_ns <= self._deadlines.get(node, 0):
             return
         self._deadlines[node] = deadline_boottime_ns
+        grace_ms = self._lease_grace_ms if grace_seconds is None else int(grace_seconds * 1000)
+        self._graces_ms[node] = grace_ms
         path = self._lease_path(node)
         draft = path.with_suffix(".new")
-        draft.write_text(str(deadline_boottime_ns))
+        draft.write_text(f"{deadline_boottime_ns} {grace_ms}")
         draft.replace(path)
 
     # -- taking over
@@ -245,18 +266,19 @@ class Supervisors:
                 self._move_to_done(key, node)
                 continue
             watched = _Watched(record.worker, directory, record.supervisor_pid, record.supervisor_ticks)
-            if self._still_supervised(record):
+            if exit_ := _read_exit(directory, record.worker):
+                ended.append(exit_)
+            elif self._still_supervised(record):
                 self._watch(watched)
                 running.append(record.worker)
-            elif exit_ := _read_exit(directory, record.worker):
-                ended.append(exit_)
             elif record.boot_id != self._boot_id:
                 ended.append(_lost(record.worker, "machine restarted"))
             else:
                 orphans.append(watched)
         for orphan in orphans:
             await _end_strays_of(orphan)
-            ended.append(_lost(orphan.worker, "supervisor died"))
+            exit_ = _read_exit(orphan.directory, orphan.worker)  # it may have ended between the two looks above
+            ended.append(exit_ or _lost(orphan.worker, "supervisor died"))
         return Adoption(tuple(running), tuple(ended), tuple(never))
 
     def _still_supervised(self, record: _Record) -> bool:

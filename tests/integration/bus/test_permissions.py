@@ -20,7 +20,15 @@ from berth.bus import (
     wire,
 )
 from berth.bus.permissions import PROVISIONER, SERVICE_PUBLISH
-from berth.bus.provision import COMMANDS, EVENTS, consumer_state, ensure_node_consumer, node_consumer
+from berth.bus.provision import (
+    COMMANDS,
+    EVENTS,
+    consumer_state,
+    delete_consumer,
+    ensure_node_consumer,
+    ensure_service_consumer,
+    node_consumer,
+)
 from berth.embedded.nats import generate_credentials
 from berth.testing.servers import POOL, NatsPlatform
 from tests.integration.bus.builders import a_command, an_event, events, take
@@ -108,6 +116,15 @@ async def test_inventory_makes_the_consumers_of_nodes_and_others_do_not(nats: Na
     assert await ensure_node_consumer(await nats.connect("inventory"), POOL, "n1")
     with pytest.raises(PermissionDenied):
         await ensure_node_consumer(await nats.connect("lifecycle"), POOL, "n2")
+
+
+async def test_service_makes_its_own_consumer_again_and_no_other(nats: NatsPlatform) -> None:
+    await delete_consumer(await nats.connect(PROVISIONER), EVENTS, "placement")
+    bus = await nats.connect("placement")
+    assert await ensure_service_consumer(bus, "placement", ["berth.evt.*.job.*.admitted"])
+    assert not await ensure_service_consumer(bus, "placement", ["berth.evt.*.job.*.admitted"])
+    with pytest.raises(PermissionDenied):
+        await jsapi.call(bus, f"CONSUMER.CREATE.{EVENTS}.audit", {"stream_name": EVENTS, "config": {}})
 
 
 async def test_nobody_reads_the_replies_of_another(nats: NatsPlatform) -> None:

@@ -36,7 +36,8 @@ async def test_streams_are_as_the_design_wants_them(nats: NatsPlatform) -> None:
     assert events["max_bytes"] > 0
     assert events["allow_atomic"] and events["allow_direct"] and events["deny_delete"]
     assert events["republish"] == {"src": "berth.evt.>", "dest": "berth.pub.>"}
-    assert (commands["retention"], commands["max_consumers"]) == ("workqueue", 8192)
+    assert (commands["retention"], commands["max_consumers"]) == ("limits", 8192)
+    assert commands["max_age"] == 120 * 10**9
     assert commands["allow_atomic"]
 
 

@@ -17,7 +17,7 @@ from berth.bus import (
     jsapi,
 )
 from berth.bus.permissions import PROVISIONER
-from berth.bus.provision import EVENTS, berth_topology, provision
+from berth.bus.provision import EVENTS, berth_topology, ensure_service_consumer, provision
 from berth.embedded.nats import NatsServer
 from berth.testing.servers import EVERYTHING, NatsPlatform, nats_platform
 from tests.integration.bus.builders import a_command, an_event, entities, events, take
@@ -226,7 +226,9 @@ async def test_no_message_is_lost_or_doubled_when_the_server_is_killed_again_and
         stop.set()
         await publishing
 
-        async with Puller(await nats.connect("audit"), EVENTS, "audit", contiguous=True) as puller:
+        audit = await nats.connect("audit")
+        await ensure_service_consumer(audit, "audit", [])
+        async with Puller(audit, EVENTS, "audit", contiguous=True) as puller:
             await puller.reset(0)
             assert entities(await take(puller, len(expected), timeout=2)) == expected
             assert await puller.next(0.1) == []

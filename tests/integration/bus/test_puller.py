@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from berth.bus.provision import (
     berth_topology,
     consumer_state,
     delete_consumer,
+    ensure_service_consumer,
     provision,
 )
 from berth.embedded.nats import NatsServer
@@ -203,7 +205,9 @@ async def test_puller_resumes_quickly_after_a_crash_of_the_server(own_server: Na
         publisher = Publisher(await nats.connect("lifecycle"))
         for contiguous in (True, False):
             name = "audit" if contiguous else "gateway"
-            async with Puller(await nats.connect(name), EVENTS, name, contiguous=contiguous) as puller:
+            bus = await nats.connect(name)
+            made_anew = partial(ensure_service_consumer, bus, name, [])
+            async with Puller(bus, EVENTS, name, contiguous=contiguous, on_missing=made_anew) as puller:
                 await publisher.publish(events(20, prefix=f"{name}-a"), 5)
                 seen: list[Message] = []
                 while f"{name}-a19" not in entities(seen):
@@ -222,12 +226,14 @@ async def test_puller_resumes_quickly_after_a_crash_of_the_server(own_server: Na
                     assert entities(seen)[-20:] == [f"{name}-b{number}" for number in range(20)]
 
 
-async def test_reader_of_a_shared_consumer_gets_again_at_once_what_it_had_not_acknowledged_before_a_crash(
+async def test_reader_of_a_shared_consumer_gets_everything_again_at_once_after_a_crash(
     own_server: NatsServer,
 ) -> None:
     async with nats_platform(own_server) as nats:
         await Publisher(await nats.connect("lifecycle")).publish(events(20), 5)
-        async with Puller(await nats.connect("gateway"), EVENTS, "gateway") as puller:
+        bus = await nats.connect("gateway")
+        made_anew = partial(ensure_service_consumer, bus, "gateway", [])
+        async with Puller(bus, EVENTS, "gateway", on_missing=made_anew) as puller:
             seen: list[Message] = []
             while len(seen) < 20:
                 seen += await puller.next(5)
@@ -236,8 +242,8 @@ async def test_reader_of_a_shared_consumer_gets_again_at_once_what_it_had_not_ac
             await own_server.start()
 
             started = time.monotonic()
-            again = set(entities(await take(puller, 15)))
-            assert again >= {f"j{number}" for number in range(5, 20)}
+            again = set(entities(await take(puller, 20)))
+            assert again == {f"j{number}" for number in range(20)}
             assert time.monotonic() - started < SECONDS_TO_RESUME
 
 
@@ -255,7 +261,9 @@ async def test_contiguous_reader_sees_each_message_once_through_crashes_under_lo
 
         publishing = asyncio.create_task(publish_all())
         seqs: list[int] = []
-        async with Puller(await nats.connect("audit"), EVENTS, "audit", contiguous=True) as puller:
+        bus = await nats.connect("audit")
+        made_anew = partial(ensure_service_consumer, bus, "audit", [])
+        async with Puller(bus, EVENTS, "audit", contiguous=True, on_missing=made_anew) as puller:
 
             async def read_all() -> None:
                 while not (stop.is_set() and publishing.done() and len(seqs) >= sent):

@@ -123,7 +123,7 @@ class Rig:
         if service not in self.speakers:
             self.speakers[service] = Publisher(await self.nats.connect(service))
         self.sent += 1
-        envelope = Envelope[type(data)](  # type: ignore[misc]
+        envelope = Envelope[Any](
             id=f"{entity}.{self.sent}.{type(data).__name__}",
             type=data.TYPE,
             source=f"/berth/{POOL}/{service}",

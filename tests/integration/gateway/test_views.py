@@ -101,7 +101,7 @@ async def test_a_job_whose_row_was_lost_is_made_again_from_its_event(rig: Rig) -
         await rig.run_job("lost-1")
 
         async def is_there() -> bool:
-            return (await client.get("/v1/jobs/lost-1")).json().get("state") == "running"
+            return bool((await client.get("/v1/jobs/lost-1")).json().get("state") == "running")
 
         await until(is_there)
 
@@ -123,7 +123,7 @@ async def test_a_policy_is_known_before_anything_is_refused_by_it(rig: Rig) -> N
         for change, field in ({"tenant": "nobody"}, "tenant"), ({"tenant": "team-a", "types": ["X1"]}, "types[0]"):
             answer = await client.post("/v1/jobs", json=JOB | change)
             assert (answer.status_code, answer.json()["field"]) == (422, field)
-        document = {"tenants": {"team-a": {}, "nobody": {}}, "card_types": {"H100-80G": {}}}
+        document: dict[str, Any] = {"tenants": {"team-a": {}, "nobody": {}}, "card_types": {"H100-80G": {}}}
         activated = ev.PolicyActivated(policy_version=2, document=document, author="operator-1")
         await rig.say("admission", activated, "pool", tenant="")
 

@@ -42,7 +42,7 @@ async def test_a_neighbour_sees_why_it_waits_but_not_whose_job_it_is(rig: Rig) -
         await rig.say("placement", JobWaiting(job_id=mine, reasons=(reason,)), mine)
 
         async def waits() -> bool:
-            return (await member_a.get(f"/v1/jobs/{mine}")).json()["state"] == JobState.WAITING
+            return bool((await member_a.get(f"/v1/jobs/{mine}")).json()["state"] == JobState.WAITING)
 
         await until(waits)
         for path in (f"/v1/jobs/{theirs}", "/v1/jobs/falcon-x", f"/v1/jobs/{theirs}/logs", f"/v1/jobs/{theirs}/why"):

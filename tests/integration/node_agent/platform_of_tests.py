@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from berth.bus.connection import Connection, CoreMessage
-from berth.bus.provision import berth_topology, ensure_node_consumers, provision
+from berth.bus.provision import berth_topology, ensure_node_consumers, ensure_service_consumer, provision
 from berth.bus.publisher import Outgoing, Publisher
 from berth.contracts import subjects
 from berth.contracts.commands import KeptWorker, LaunchWorkers, ReconcileNode, StopWorkers, WorkerPlan
@@ -33,6 +34,7 @@ class Inventory:
     every_seconds: float = 0.2
     pool_nodes: int = 0
     is_silent: bool = False
+    deaf_to: set[str] = field(default_factory=set)
     reconciles: bool = True
     epoch: int = 0
     registrations: list[RegisterNode] = field(default_factory=list)
@@ -49,6 +51,7 @@ class Platform:
         self.secrets: dict[str, str] = {}
         self.facts: list[Envelope[Any]] = []
         self._changed = asyncio.Event()
+        self.more_environment: dict[str, str] = {}
         self._commands = 0
         self.agents: list[asyncio.subprocess.Process] = []
 
@@ -87,7 +90,7 @@ class Platform:
 
     async def start_agent(self, nodes: str = "n1=2xH100-80G:nvswitch", **settings: str) -> asyncio.subprocess.Process:
         """An agent process; returns once every node is registered and reconciled."""
-        names = [part.partition("=")[0] for part in nodes.split(",")]
+        names = [part.partition("=")[0] for part in nodes.split(",")] if nodes != "nvml" else [settings["node_name"]]
         await ensure_node_consumers(self._inventory_bus, POOL, names)
         before = len(self.inventory.registrations)
         env = {
@@ -100,6 +103,7 @@ class Platform:
             "BERTH_NODES": nodes,
             "BERTH_LEASE_GRACE_SECONDS": "0.3",
             **{f"BERTH_{name.upper()}": value for name, value in settings.items()},
+            **self.more_environment,
         }
         log = (self.directory / "agent.log").open("ab")
         agent = await asyncio.create_subprocess_exec(
@@ -110,6 +114,13 @@ class Platform:
             await self.until(lambda: len(self.inventory.registrations) >= before + len(names), "registration")
         return agent
 
+    async def restart_bus(self) -> None:
+        """As a crash and a new start; consumers live in its memory and are made anew, so every command comes again."""
+        await self.nats.kill()
+        await self.nats.start()
+        await self._inventory_bus.wait_connected(10)
+        await ensure_node_consumers(self._inventory_bus, POOL, list(self.inventory.epochs))
+
     async def kill_agent(self, agent: asyncio.subprocess.Process) -> None:
         agent.kill()
         await agent.wait()
@@ -118,9 +129,9 @@ class Platform:
 
     async def _register(self, request: CoreMessage) -> bytes:
         asked = RegisterNode.model_validate_json(request.data)
-        if self.inventory.is_silent:
-            await asyncio.sleep(3600)
         node = asked.description.node
+        if self.inventory.is_silent or node in self.inventory.deaf_to:
+            await asyncio.sleep(3600)
         self.inventory.epoch += 1
         self.inventory.epochs[node] = epoch = self.inventory.epoch
         self.inventory.registrations.append(asked)
@@ -144,7 +155,7 @@ class Platform:
 
     async def _on_frame(self, message: CoreMessage) -> None:
         frame = TelemetryFrame.model_validate_json(message.data)
-        if self.inventory.is_silent:
+        if self.inventory.is_silent or frame.node in self.inventory.deaf_to:
             return
         self.inventory.frames.append(frame)
         self._changed.set()
@@ -229,7 +240,8 @@ class Platform:
     async def _read_facts(self) -> None:
         from berth.bus.puller import Puller
 
-        async with Puller(self._audit_bus, "BERTH_EVENTS", "audit") as puller:
+        made_anew = partial(ensure_service_consumer, self._audit_bus, "audit", [subjects.all_events(POOL)])
+        async with Puller(self._audit_bus, "BERTH_EVENTS", "audit", on_missing=made_anew) as puller:
             while True:
                 messages = await puller.next(1.0)
                 for message in messages:
@@ -252,7 +264,7 @@ class Platform:
         try:
             async with asyncio.timeout(seconds):
                 while not condition():
-                    assert all(agent.returncode in (None, 0, -9) for agent in self.agents), self.agent_log()
+                    assert all(agent.returncode in (None, 0, 75, -9) for agent in self.agents), self.agent_log()
                     self._changed.clear()
                     try:
                         await asyncio.wait_for(self._changed.wait(), 0.1)
@@ -271,6 +283,15 @@ class Platform:
         subject = subjects.node_request(POOL, node, "logs")
         reply = await self._gateway_bus.request(subject, question.model_dump_json().encode())
         return LogAnswer.model_validate_json(reply.data)
+
+    async def metrics(self) -> str:
+        """The agent's page of metrics."""
+        import httpx
+        import orjson
+
+        run = orjson.loads((self.directory / "home" / "run" / "node_agent.json").read_bytes())
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"http://127.0.0.1:{run['port']}/metrics")).text
 
     async def simulate(self, node: str = "n1", **what: Any) -> None:
         import orjson

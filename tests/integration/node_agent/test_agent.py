@@ -1,14 +1,17 @@
 """The agent as a process, on a real bus, with real programs."""
 
+import asyncio
 import os
+import random
 import signal
+import socket
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from berth.contracts.commands import WorkerPlan
+from berth.contracts.commands import ReconcileNode, WorkerPlan
 from berth.contracts.events import (
     CommandRefused,
     GpuConditionReported,
@@ -16,6 +19,7 @@ from berth.contracts.events import (
     WorkerReleased,
     WorkerStarted,
 )
+from berth.contracts.nodes import TelemetryFrame
 from berth.contracts.reasons import Code
 from tests.integration.node_agent.platform_of_tests import Platform, soon
 
@@ -95,6 +99,19 @@ async def test_a_repeated_launch_has_one_effect(platform: Platform) -> None:
     assert (platform.directory / "home" / "nodes" / "ran").read_text() == "ran\n"
     assert len(platform.told(WorkerStarted, "j1")) == 1
     assert platform.told(CommandRefused) == []
+
+
+async def test_a_repeated_reconciliation_does_not_stop_what_was_launched_since(platform: Platform) -> None:
+    await platform.start_agent()
+    epoch = platform.inventory.epochs["n1"]
+    order = ReconcileNode(node="n1", epoch=epoch, expires_at=soon())
+    await platform.order(platform.launch(*WAITING))
+    await platform.hear(WorkerStarted)
+    await platform.order(order, copies=2)
+    await platform.order(platform.launch("true", job="j2"))
+    await platform.hear(WorkerReleased, "j2")
+    finish(platform, "j1")
+    assert (await platform.hear(WorkerExited, "j1")).exit_code == 7
 
 
 async def test_stop_ends_the_workers_and_their_descendants(platform: Platform) -> None:
@@ -216,13 +233,18 @@ async def test_output_is_answered_piece_by_piece_in_whole_characters(platform: P
 # -- telemetry, lease
 
 
+def busy_frames(platform: Platform) -> list[TelemetryFrame]:
+    return [frame for frame in platform.inventory.frames if any(gpu.process_count for gpu in frame.gpus)]
+
+
 async def test_telemetry_shows_what_runs(platform: Platform) -> None:
     await platform.start_agent()
     card = (WorkerPlan(worker=0, gpus=(platform.gpus()[0],)),)
     await platform.order(platform.launch("sleep", "600", workers=card))
     await platform.hear(WorkerStarted)
-    await platform.until(lambda: any(frame.workers == 1 for frame in platform.inventory.frames), "frame")
-    frame = next(frame for frame in reversed(platform.inventory.frames) if frame.workers == 1)
+    await platform.until(lambda: bool(busy_frames(platform)), "frame")
+    frame = busy_frames(platform)[0]
+    assert frame.workers == 1
     assert [(gpu.process_count, gpu.utilization_percent) for gpu in frame.gpus] == [(1, 95.0), (0, 0.0)]
 
 
@@ -239,19 +261,55 @@ async def test_an_unheard_node_stops_its_work_and_registers_anew(platform: Platf
 
 
 async def test_work_goes_on_when_the_platform_is_gone_for_most_of_the_pool(platform: Platform) -> None:
-    platform.inventory.lease_seconds, platform.inventory.pool_nodes = 1.0, 3
+    platform.inventory.lease_seconds, platform.inventory.pool_nodes = 2.0, 3
     await platform.start_agent("n1=1xL4-24G,n2=1xL4-24G")
     await platform.order(platform.launch(*WAITING))
     await platform.hear(WorkerStarted)
     platform.inventory.is_silent = True
     with pytest.raises(AssertionError):
-        await platform.hear(WorkerExited, seconds=3)
+        await platform.hear(WorkerExited, seconds=5)
     platform.inventory.is_silent = False
     seen = len(platform.inventory.frames)
     await platform.until(lambda: len(platform.inventory.frames) > seen + 4, "frames")
     assert len(platform.inventory.registrations) == 2
     finish(platform, "j1")
     assert (await platform.hear(WorkerExited)).exit_code == 7
+
+
+async def start_two_agents(platform: Platform) -> None:
+    """n1 and n2, each with an agent of its own that knows the other."""
+    ports = [free_port(), free_port()]
+    platform.inventory.lease_seconds, platform.inventory.pool_nodes = 3.0, 3
+    for number, port in enumerate(ports):
+        await platform.start_agent(
+            f"n{number + 1}=1xL4-24G",
+            home=str(platform.directory / f"home{number + 1}"),
+            node_peer_address=f"127.0.0.1:{port}",
+            node_peers=f"127.0.0.1:{ports[1 - number]}",
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_work_goes_on_when_the_peers_do_not_hear_the_platform_either(platform: Platform) -> None:
+    await start_two_agents(platform)
+    await platform.order(platform.launch("sleep", "600"))
+    await platform.hear(WorkerStarted)
+    platform.inventory.is_silent = True
+    with pytest.raises(AssertionError):
+        await platform.hear(WorkerExited, seconds=6)
+
+
+async def test_a_node_whose_peers_hear_the_platform_is_the_one_cut_off(platform: Platform) -> None:
+    await start_two_agents(platform)
+    await platform.order(platform.launch("sleep", "600"))
+    await platform.hear(WorkerStarted)
+    platform.inventory.deaf_to.add("n1")
+    await platform.hear(WorkerExited)
 
 
 async def test_a_node_inventory_does_not_know_registers_again(platform: Platform) -> None:
@@ -267,13 +325,41 @@ async def test_reconciling_stops_what_is_not_kept(platform: Platform) -> None:
     platform.inventory.reconciles = False
     platform.inventory.epochs.clear()
     await platform.until(lambda: len(platform.inventory.registrations) == 2, "second registration")
-    from berth.contracts.commands import ReconcileNode
-
     epoch = platform.inventory.epochs["n1"]
     await platform.order(ReconcileNode(node="n1", epoch=epoch, expires_at=soon()))
     await platform.hear(WorkerReleased, "old")
     await platform.order(platform.launch("true", job="new", fence=2))
     await platform.hear(WorkerReleased, "new")
+
+
+async def test_a_late_reconciling_leaves_alone_what_its_session_has_launched(platform: Platform) -> None:
+    await platform.start_agent()
+    await platform.order(platform.launch(*WAITING))
+    await platform.hear(WorkerStarted)
+    late = ReconcileNode(node="n1", epoch=platform.inventory.epochs["n1"], expires_at=soon())
+    await platform.order(late, copies=2)
+    await platform.order(platform.launch("true", job="j2", fence=2))
+    await platform.hear(WorkerReleased, "j2")
+    finish(platform, "j1")
+    assert (await platform.hear(WorkerExited, "j1")).exit_code == 7
+
+
+async def test_a_bus_that_sends_all_commands_again_changes_nothing(platform: Platform) -> None:
+    await platform.start_agent()
+    await platform.order(platform.launch("sh", "-c", "echo ran >> ../../../../ran", job="done"))
+    await platform.order(platform.launch(*WAITING, job="runs", fence=2))
+    await platform.order(platform.launch("sleep", "600", job="stopped", fence=3))
+    await platform.hear(WorkerStarted, "stopped")
+    await platform.order(platform.stop(job="stopped", fence=3))
+    await platform.hear(WorkerReleased, "stopped")
+    await platform.restart_bus()
+    await platform.order(platform.launch("true", job="after", fence=4))
+    await platform.hear(WorkerReleased, "after", seconds=30)
+    finish(platform, "runs")
+    assert (await platform.hear(WorkerExited, "runs")).exit_code == 7
+    assert (platform.directory / "home" / "nodes" / "ran").read_text() == "ran\n"
+    assert len(platform.told(WorkerStarted)) == 4
+    assert platform.told(CommandRefused) == []
 
 
 # -- faults of cards
@@ -315,6 +401,33 @@ async def test_a_killed_agent_comes_back_to_its_workers(platform: Platform) -> N
     assert len(platform.told(WorkerStarted)) == 2
 
 
+async def test_killed_amid_launches_nothing_runs_twice_and_every_end_is_told(platform: Platform) -> None:
+    """The agent is killed four times while commands pour in; each job leaves a line when its program runs."""
+    agent = await platform.start_agent()
+    script = ("sh", "-c", 'echo "$BERTH_JOB_ID" >> ../../../../ran')
+    number = 0
+    for _ in range(4):
+        for _ in range(12):
+            number += 1
+            await platform.order(platform.launch(*script, job=f"j{number}", fence=number), copies=2)
+        await asyncio.sleep(random.uniform(0.0, 0.1))
+        await platform.kill_agent(agent)
+        agent = await platform.start_agent()
+    jobs = {f"j{n}" for n in range(1, number + 1)}
+
+    def settled() -> set[str]:
+        released = {fact.job_id for fact in platform.told(WorkerReleased)}
+        return released | {fact.job_id for fact in platform.told(CommandRefused)}
+
+    await platform.until(lambda: jobs <= settled(), "end of every job", seconds=30)
+    ran = (platform.directory / "home" / "nodes" / "ran").read_text().split()
+    assert len(ran) == len(set(ran))
+    done = {fact.job_id for fact in platform.told(WorkerExited) if fact.reason is None}
+    assert done <= set(ran)
+    never = {fact.job_id for fact in platform.told(CommandRefused)} - {f.job_id for f in platform.told(WorkerStarted)}
+    assert not never & set(ran)
+
+
 async def test_what_was_not_told_is_told_when_the_bus_is_back(platform: Platform) -> None:
     await platform.start_agent()
     await platform.order(platform.launch(*WAITING))
@@ -341,12 +454,15 @@ async def test_told_to_leave_the_agent_leaves_its_programs_running(platform: Pla
 
 async def test_told_to_end_its_work_the_agent_reports_every_end(platform: Platform) -> None:
     agent = await platform.start_agent()
+    polite = ("sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     for number in range(3):
-        await platform.order(platform.launch("sleep", "600", job=f"j{number}", fence=number + 1))
+        await platform.order(platform.launch(*polite, job=f"j{number}", fence=number + 1))
     await platform.hear(WorkerStarted, count=3)
     agent.send_signal(signal.SIGINT)
     assert await agent.wait() == 0
     await platform.hear(WorkerReleased, count=3)
+    codes = {exited.reason.code for exited in platform.told(WorkerExited) if exited.reason is not None}
+    assert codes == {Code.WORKER_LOST}  # not "succeeded", whatever code a polite program leaves with
 
 
 async def test_a_second_agent_on_the_same_state_is_kept_out(platform: Platform) -> None:
@@ -358,6 +474,19 @@ async def test_a_second_agent_on_the_same_state_is_kept_out(platform: Platform) 
 
     with lock.open() as handle, pytest.raises(BlockingIOError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+async def test_metrics_show_cards_and_counts(platform: Platform) -> None:
+    await platform.start_agent()
+    card = platform.gpus()[1]
+    await platform.order(platform.launch(*WAITING, workers=(WorkerPlan(worker=0, gpus=(card,)),)))
+    await platform.hear(WorkerStarted)
+    await platform.until(lambda: bool(busy_frames(platform)), "frame")
+    page = await platform.metrics()
+    assert 'berth_agent_launches_total{outcome="started"} 1.0' in page
+    busy = [line for line in page.splitlines() if line.startswith("DCGM_FI_DEV_GPU_UTIL{") and card in line]
+    assert busy[0].endswith(" 95.0")
+    assert 'hpc_job="j1"' in busy[0]
 
 
 async def test_simulated_workers_need_no_processes(platform: Platform) -> None:

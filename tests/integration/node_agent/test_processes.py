@@ -1,6 +1,7 @@
 """Real programs under real supervisors."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -241,6 +242,25 @@ async def test_stopping_what_does_not_run_says_so(runtime: Supervisors) -> None:
     assert not runtime.stop(WorkerKey("nobody", 1, 0), NODE, grace_seconds=1, reason="x")
 
 
+async def test_a_program_is_asked_to_save_before_it_is_signalled(runtime: Supervisors) -> None:
+    script = "trap 'cat $BERTH_CKPT_CONTROL/request.json; exit 85' TERM; echo ready; while :; do sleep 0.05; done"
+    launch = a_launch("sh", "-c", script)
+    await runtime.launch(launch)
+    await until(lambda: b"ready" in (runtime.directory_of(launch.key, NODE) / "log.0").read_bytes())
+    runtime.stop(launch.key, NODE, grace_seconds=10, reason="preempted")
+    assert (await next_exit(runtime)).exit_code == 85
+    request = json.loads((await output_of(runtime, launch.key)).splitlines()[-1])
+    assert (request["kind"], request["reason"], request["fence"]) == ("save_and_exit", "preempted", 7)
+
+
+async def test_a_cancelled_program_is_not_asked_to_save(runtime: Supervisors) -> None:
+    launch = a_launch("sleep", "600")
+    await runtime.launch(launch)
+    runtime.stop(launch.key, NODE, grace_seconds=10, reason="cancelled")
+    await next_exit(runtime)
+    assert list((runtime.directory_of(launch.key, NODE) / "control").iterdir()) == []
+
+
 # -- lease
 
 
@@ -255,8 +275,8 @@ async def test_a_worker_ends_itself_when_the_lease_runs_out(runtime: Supervisors
 
 
 async def test_a_renewed_lease_keeps_a_worker_running(runtime: Supervisors) -> None:
-    runtime.renew(NODE, boottime_in(0.2))
-    await runtime.launch(a_launch("sh", "-c", "sleep 0.6; exit 5"))
+    runtime.renew(NODE, boottime_in(0.8))
+    await runtime.launch(a_launch("sh", "-c", "sleep 1.2; exit 5"))
     runtime.renew(NODE, boottime_in(60))
     assert (await next_exit(runtime)).exit_code == 5
 

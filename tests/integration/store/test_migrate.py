@@ -40,8 +40,8 @@ def a_services_dir(folder: Path, *, extra: str = "") -> Path:
     versions = folder / "placement/migrations/versions"
     shutil.copytree(SERVICES_DIR / "placement/migrations/versions", versions, ignore=shutil.ignore_patterns("__pyc*"))
     if extra:
-        (versions / "0002_extra.py").write_text(
-            'from alembic import op\nrevision = "0002"\ndown_revision = "0001"\n'
+        (versions / "0099_extra.py").write_text(
+            'from alembic import op\nrevision = "0099"\ndown_revision = "0002"\n'
             f'def upgrade():\n    op.execute("""{extra}""")\n'
         )
     return folder

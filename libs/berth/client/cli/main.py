@@ -13,10 +13,10 @@ from typing import Annotated, Final
 
 import typer
 
-from berth.client.cli import admin, jobs, pool
+from berth.client.cli import admin, jobs, policy, pool, record
 from berth.client.cli.session import Json, chosen, explain, print_json
 
-EMBEDDED: Final = frozenset({"up", "down", "status", "demo"})
+EMBEDDED: Final = frozenset({"up", "down", "status", "demo", "scenarios"})
 
 EPILOG: Final = (
     "Exit codes: 0 ok · 1 a job failed, or the answer is no · 2 wrong usage · 3 refused by the platform (4xx) · "
@@ -64,11 +64,13 @@ def version(as_json: Json = False) -> None:
 
 jobs.register(app)
 pool.register(app)
+policy.register(app)
 admin.register(app)
+record.register(app)
 
 
 def _register_embedded(arguments: list[str]) -> None:
-    """Add `up`, `down`, `status` and `demo` where one of them, or help, is asked for and they are installed."""
+    """Add the commands of `EMBEDDED` where one of them, or help, is asked for and they are installed."""
     words = [argument for argument in arguments if not argument.startswith("-")]
     is_help = not words or "--install-completion" in arguments or "--show-completion" in arguments
     if not is_help and not EMBEDDED.intersection(words):

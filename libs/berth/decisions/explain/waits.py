@@ -74,6 +74,9 @@ def waiting_reasons(state: State, job: Job, now: datetime) -> tuple[Reason, ...]
         making = make_room(job, scene, state.caps(job.claim))
         reasons += blocked_reasons(making.blocked, types[0] if types else None, job.claim.shape.gpus)
     reasons += _overtaken(state, job)
+    if not reasons:
+        # the last pass had no cause to look at this queue: the answer it once gave still stands
+        reasons = [because(code, remedy="wait for the next pass") for code in job.told or ()]
     return tuple(
         reason if reason.blocked_by else reason.model_copy(update={"blocked_by": _holders(state, job, reason)})
         for reason in reasons

@@ -52,8 +52,10 @@ from berth.decisions.policy.document import Policy
 
 DEFAULT_SUSPECT_AFTER = 30.0
 DEFAULT_LOST_AFTER = 300.0
-LEASE_SHARE = 0.9
-"""The agent's lease ends at this share of `lost_after`; in the rest it stops all work, before we call it lost."""
+STOP_SHARE = 0.1
+"""Share of `lost_after` that is left to the agent after its lease: it stops all work, before we call it lost."""
+STOP_SECONDS = 12.0
+"""At least so long, as programs have a grace: but no more than a third of `lost_after`, then the grace is cut short."""
 SKEW_SECONDS = 5.0
 _RECORD = TypeAdapter(NodeRecord)
 
@@ -93,6 +95,7 @@ class InventoryCore(Core):
         self._suspect_after = timedelta(seconds=DEFAULT_SUSPECT_AFTER)
         self._lost_after = timedelta(seconds=DEFAULT_LOST_AFTER)
         self._hearing_since: datetime | None = None
+        self._is_deaf = False
         self._heard = 0
         self._cause = ""
 
@@ -135,6 +138,7 @@ class InventoryCore(Core):
             telemetry_every_seconds=self.telemetry_every_seconds,
             platform_time=now,
             pool_nodes=len(self._ears),
+            stop_seconds=self.stop_seconds,
         )
 
     def heard(self, frame: TelemetryFrame, *, now: datetime) -> LeaseRenewed:
@@ -157,10 +161,16 @@ class InventoryCore(Core):
             register_again=not known,
             platform_time=now,
             pool_nodes=len(self._ears),
+            stop_seconds=self.stop_seconds,
         )
+
+    def goes_deaf(self) -> None:
+        """From now on we hear nobody (the bus is away): nobody is judged until `was_deaf`."""
+        self._is_deaf = True
 
     def was_deaf(self, *, now: datetime) -> None:
         """We were not listening until now (bus away, process stopped): silence before `now` is ours, not theirs."""
+        self._is_deaf = False
         self._hearing_since = now
         for name, ear in self._ears.items():
             ear.heard_at = max(ear.heard_at, now)
@@ -170,6 +180,11 @@ class InventoryCore(Core):
         """All nodes (or one) in the order of their names, with the latest readings."""
         names = sorted(self._described) if node is None else [node] if node in self._described else []
         return NodesAnswer(nodes=tuple(self._status(name) for name in names), as_of=now)
+
+    @property
+    def node_names(self) -> list[str]:
+        """Nodes that have registered, in order."""
+        return sorted(self._described)
 
     def state(self, node: str) -> NodeState | None:
         """Whether a node may get new work, and whether it is heard; None: never registered."""
@@ -183,7 +198,13 @@ class InventoryCore(Core):
     @property
     def lease_seconds(self) -> float:
         """How long an agent may go on without an answer."""
-        return self._lost_after.total_seconds() * LEASE_SHARE
+        return self._lost_after.total_seconds() - self.stop_seconds
+
+    @property
+    def stop_seconds(self) -> float:
+        """How long after that its last process may live."""
+        lost_after = self._lost_after.total_seconds()
+        return max(lost_after * STOP_SHARE, min(STOP_SECONDS, lost_after / 3))
 
     @property
     def telemetry_every_seconds(self) -> float:
@@ -251,7 +272,10 @@ class InventoryCore(Core):
     def _on_policy(self, data: PolicyActivated, now: datetime) -> None:
         if data.policy_version <= self._policy_version:
             return
+        before = self._lost_after
         self._take_policy(data.policy_version, data.document)
+        if self._lost_after < before:
+            self._keep_promises(now + before)
         self._records["policy", "active"] = {"version": data.policy_version, "document": data.document}
         for name, ear in self._ears.items():
             self._check(name, ear, max(ear.heard_at + self._suspect_after, now))
@@ -341,6 +365,9 @@ class InventoryCore(Core):
             return
         since = max(ear.heard_at, self._hearing_since or ear.heard_at)
         silent = now - since
+        if self._is_deaf:
+            self._check(record.node, ear, now + self._suspect_after)
+            return
         if record.hearing is Hearing.HEARD:
             if silent < self._suspect_after:
                 self._check(record.node, ear, since + self._suspect_after)
@@ -352,8 +379,9 @@ class InventoryCore(Core):
                 NodeSuspect(node=record.node, epoch=record.epoch, silent_seconds=silent.total_seconds()),
             )
             self._changed(record)
-        if silent < self._lost_after:
-            self._check(record.node, ear, since + self._lost_after)
+        lost_at = max(since + self._lost_after, record.leased_until or since)
+        if now < lost_at:
+            self._check(record.node, ear, lost_at)
         elif not self._hears_enough():
             self._check(record.node, ear, now + self._suspect_after)
         else:
@@ -414,6 +442,12 @@ class InventoryCore(Core):
         )
 
     # ----------------------------------------------------------------------------------------------------- the rest
+    def _keep_promises(self, until: datetime) -> None:
+        """Leases were given for longer than from now on; agents go by the longest that they were given."""
+        for record in self._nodes.values():
+            record.leased_until = max(record.leased_until or until, until)
+            self._records["node", record.node] = record
+
     def _take_policy(self, version: int, document: dict[str, Any]) -> None:
         self._policy, self._policy_version = Policy.from_document(document), version
         recovery = self._policy.defaults.recovery

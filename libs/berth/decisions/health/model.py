@@ -39,7 +39,7 @@ class NodeRecord:
     """One node, as stored.
 
     version: of its `NodeChanged`. told: number of the newest emission. start_failures: when starts failed lately.
-    skew_told: whether its clock was reported as wrong.
+    skew_told: whether its clock was reported as wrong. leased_until: not lost before, whatever policy says by now.
     """
 
     node: str
@@ -53,6 +53,7 @@ class NodeRecord:
     start_failures: list[datetime] = field(default_factory=list)
     skew_told: bool = False
     told: int = 0
+    leased_until: datetime | None = None
 
     @property
     def state(self) -> NodeState:

@@ -64,6 +64,7 @@ class LifecycleCore(Core):
         if handler is not None:
             self._book.begin(now, event.id)
             handler(self, event)
+            self._book.count()
 
     def settle(self, *, now: datetime) -> Settled:
         """Fire timers and hand over what this batch led to."""
@@ -201,6 +202,8 @@ class LifecycleCore(Core):
     def _on_policy(self, event: Envelope[PolicyActivated]) -> None:
         if event.data.policy_version > self._book.policy_version:
             self._book.store_policy(event.data.policy_version, event.data.document)
+            for run in self._book.jobs.values():
+                self._set_wake(run)
 
     # ----------------------------------------------------------------------------------------------------- timers
     def _on_time(self, run: JobRun) -> None:
@@ -217,11 +220,18 @@ class LifecycleCore(Core):
         idle.judge_idle(book, run)
         idle.judge_lifetime(book, run)
         self._send_again(run)
+        self._set_wake(run)
+
+    def _set_wake(self, run: JobRun) -> None:
+        """Look at the job again when the first thing of it falls due."""
+        book = self._book
+        if not run.has_attempt:
+            return
         dues = [run.grace_until, *idle.idle_dues(book, run), *idle.lifetime_dues(book, run)]
         dues += [self._time_limit_at(run), *(w.launch_again_at for w in run.workers if _waits_to_launch(w))]
         dues += [w.stop_again_at for w in run.workers if w.is_live]
         coming = [due for due in dues if due is not None]
-        if run.has_attempt and coming:
+        if coming:
             book.wake(run, max(min(coming), book.after(1)))
 
     def _send_again(self, run: JobRun) -> None:

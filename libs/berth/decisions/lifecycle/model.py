@@ -41,7 +41,8 @@ class Worker:
 
     fence: of the placement that gave it its cards. launch: number of the newest launch command for it (0: none), by
     which a refusal is told from one of an earlier command; stop: the same for stops. launch_again_at, stop_again_at:
-    when to send it again. leaves: why this worker alone was told to stop, as JSON. reason: of its end, as JSON.
+    when to send it again. is_cut_off: its node was lost and the gang kept; it has certainly been stopped there, unless
+    the node says otherwise. leaves: why this worker alone was told to stop, as JSON. reason: of its end, as JSON.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Worker:
     launch: int = 0
     has_started: bool = False
     is_lost: bool = False
+    is_cut_off: bool = False
     launch_again_at: datetime | None = None
     stop: int = 0
     stop_again_at: datetime | None = None

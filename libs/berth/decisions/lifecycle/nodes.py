@@ -69,6 +69,7 @@ def _compare(book: Book, run: JobRun, node: Node, reported: dict[tuple[str, int,
             continue
         report = reported.get((run.job_id, worker.fence, worker.number))
         if report is not None:
+            worker.is_cut_off = worker.is_cut_off and report.state != "running"
             if report.state == "running" and worker.phase in (WorkerPhase.ASSIGNED, WorkerPhase.LAUNCHING):
                 worker.move(WorkerTrigger.START)
                 worker.has_started = True
@@ -143,6 +144,8 @@ def _kept_for_grace(book: Book, run: JobRun, node: str) -> bool:
         book.emit(run, JobUnknown(job_id=run.job_id, attempt=run.attempt, node=node))
     if run.state is not JobState.UNKNOWN or _may_shrink(run, spec, without=node):
         return False
+    for worker in run.workers:
+        worker.is_cut_off = worker.is_cut_off or worker.node == node
     if run.grace_until is None:
         run.grace_until = book.after(grace)
         book.wake(run, run.grace_until)

@@ -134,6 +134,7 @@ class PlacementCore(Core):
         self.state.cause, self.state.now = event.id, now
         handler(event, now)
         self.state.state_version += 1
+        self.state.touch_meta()  # receipts name the version: a core that is rebuilt goes on counting where it was
 
     # ---------------------------------------------------------------------------------------- coming into the queue
     def _on_admitted(self, event: Envelope[Any], now: datetime) -> None:

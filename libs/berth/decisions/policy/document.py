@@ -53,14 +53,15 @@ def _known_zone(value: str) -> str:
     return value
 
 
-Amount = Annotated[float, BeforeValidator(_number), Field(ge=0, le=10_000_000, allow_inf_nan=False)]
+# Bounds stand before the reader of the raw value: only so does pydantic write them into the JSON Schema.
+Amount = Annotated[float, Field(ge=0, le=10_000_000, allow_inf_nan=False), BeforeValidator(_number)]
 """GPUs of one card type; parts of a card are decimals."""
 PerType = dict[CardType, Amount]
 PerTypeWhole = dict[CardType, Annotated[Whole, Field(ge=0, le=10_000_000)]]
-Fraction01 = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False)]
+Fraction01 = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_number)]
 Count = Annotated[Whole, Field(ge=0, le=2_147_483_647)]
 TimeOfDay = Annotated[
-    str, BeforeValidator(_time_of_day), StringConstraints(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]|24:00)$")
+    str, StringConstraints(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]|24:00)$"), BeforeValidator(_time_of_day)
 ]
 Zone = Annotated[str, AfterValidator(_known_zone)]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
@@ -146,7 +147,7 @@ class BackoffSettings(Strict):
     """Pause after a failure of the job's own: first, first x factor, ... up to max (None: no upper bound)."""
 
     first: Duration = 0
-    factor: Annotated[float, BeforeValidator(_number), Field(ge=1, le=1000, allow_inf_nan=False)] = 2.0
+    factor: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False), BeforeValidator(_number)] = 2.0
     max: Duration | None = None
 
 
@@ -204,7 +205,7 @@ class ClassSettings(Strict):
 class CardTypeSettings(Strict):
     """A kind of GPU one can ask for. preference: lower is offered first to jobs that name no type."""
 
-    memory_gib: Annotated[float, BeforeValidator(_number), Field(gt=0, le=100_000, allow_inf_nan=False)] | None = None
+    memory_gib: Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False), BeforeValidator(_number)] | None = None
     price_per_hour: Amount | None = None
     preference: Count = 100
     description: str = ""
@@ -320,6 +321,15 @@ class EventSettings(Strict):
     park_after: Annotated[Whole, Field(ge=1, le=1000)] = 5
 
 
+class ApprovalSettings(Strict):
+    """required_for: which changes a second operator has to approve before they are in force.
+
+    none; protection: changes of protection lines, reservations, class order or of these settings; all.
+    """
+
+    required_for: Literal["none", "protection", "all"] = "none"
+
+
 class Policy(Strict):
     """The whole document."""
 
@@ -337,6 +347,7 @@ class Policy(Strict):
     cleaning: CleaningSettings = CleaningSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
     events: EventSettings = EventSettings()
+    approval: ApprovalSettings = ApprovalSettings()
 
     @cached_property
     def _effective(self) -> dict[JobClass, ClassSettings]:

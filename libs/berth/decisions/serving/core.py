@@ -100,6 +100,7 @@ class ServingCore(Core):
 
     def restore(self, records: Iterable[tuple[str, str, Any]], *, now: datetime) -> None:
         """Rebuild the state."""
+        self._now = now
         for kind, key, body in records:
             if kind == "policy":
                 self._policy, self._policy_version = Policy.from_document(body["document"]), body["version"]

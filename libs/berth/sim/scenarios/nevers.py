@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from berth.contracts.events import JobPlaced, PreemptionPlanned
 from berth.contracts.jobs import JobState
 from berth.sim.scenarios.checks import used
 from berth.sim.scenarios.player import Stage
@@ -21,8 +23,20 @@ class Watch:
         self.found: list[str] = []
         self._reached: set[str] = set()
         self._launches = 0
+        self._placed = 0
+        self._used: dict[tuple[str, str], float] = {}
         self._read = 0
         self._keys: Counter[tuple[str, int, int, int]] = Counter()
+
+    def settled(self) -> None:
+        """Check what need only hold when everything that could follow has followed."""
+        if not self.found:
+            self.found += [f"ground rule: {what}" for what in self._waits_have_reasons()]
+
+    def over(self) -> None:
+        """Check what can only be said at the end."""
+        if not self.found:
+            self.found += [f"ground rule: {what}" for what in self._plans_were_for_somebody()]
 
     def look(self) -> None:
         """Check everything once."""
@@ -130,6 +144,46 @@ class Watch:
         yield from self._one_holder()
         yield from self._gangs_whole()
         yield from self._launched_once()
+        yield from self._within_quota()
+
+    def _within_quota(self) -> Iterable[str]:
+        """Whoever took more may hold it: own quota, what it may borrow, what others keep for themselves."""
+        stage = self.stage
+        placed = sum(job.starts for job in stage.views.jobs.values())
+        if placed == self._placed:
+            return
+        self._placed = placed
+        lines = stage.placement.quota(None, stage.platform.clock.now).lines
+        used = {(line.tenant, line.card_type): line.used for line in lines}
+        for (tenant, card_type), amount in used.items():
+            if amount > self._used.get((tenant, card_type), 0) + 1e-9:
+                limit = _ceiling(stage.in_force, used, tenant, card_type)
+                if limit is not None and amount > limit + 1e-9:
+                    yield f"{tenant} took {amount} {card_type}, and may hold {limit}"
+        self._used = used
+
+    def _waits_have_reasons(self) -> Iterable[str]:
+        stage = self.stage
+        waiting = [job for job in stage.views.jobs.values() if job.state is JobState.WAITING and not job.spec.service]
+        for job in waiting:
+            if not stage.placement.explain(job.id, stage.platform.clock.now).reasons:
+                yield f"{job.spec.name} waits without a reason"
+
+    def _plans_were_for_somebody(self) -> Iterable[str]:
+        """Nobody was stopped for a job that then neither started nor stopped wanting the room."""
+        stage = self.stage
+        plans = [record for record in stage.platform.audit if isinstance(record.event.data, PreemptionPlanned)]
+        for record in plans:
+            plan = record.event.data
+            job = stage.views.jobs.get(plan.preemptor)
+            victims = [stage.views.jobs[victim.job_id] for victim in plan.victims]
+            if job is None or any(victim.state is JobState.STOPPING for victim in victims):
+                continue
+            later = stage.platform.audit[record.number :]
+            started = any(isinstance(r.event.data, JobPlaced) and r.event.data.job_id == job.id for r in later)
+            if not started and not job.state.is_final:
+                names = [victim.spec.name for victim in victims]
+                yield f"{names} were stopped for {job.spec.name}, which never started"
 
     def _one_holder(self) -> Iterable[str]:
         whole: Counter[str] = Counter()
@@ -169,3 +223,29 @@ class Watch:
             if self._keys[key] > 1:
                 yield f"worker {worker} of {self.stage.name_of(job_id)} was started twice under fence {fence}"
         self._launches = len(launches)
+
+
+def _ceiling(
+    document: Mapping[str, Any], used: Mapping[tuple[str, str], float], tenant: str, card_type: str
+) -> float | None:
+    """What a tenant may hold by the words of the policy, worked out anew and slowly; None: no limit."""
+    tenants = document.get("tenants", {})
+    me = tenants.get(tenant, {})
+    quota = me.get("quota", {}).get(card_type)
+    if quota is None:
+        return None
+    cohort = me.get("cohort")
+    if cohort is None:
+        return float(quota)
+    others = {name: body for name, body in tenants.items() if name != tenant and body.get("cohort") == cohort}
+    pot = float(document.get("cohorts", {}).get(cohort, {}).get("shared", {}).get(card_type, 0))
+    for name, body in others.items():
+        own = body.get("quota", {}).get(card_type)
+        if own is None:
+            continue
+        holds = used.get((name, card_type), 0)
+        unused = max(own - holds, 0)
+        pot += min(unused, body.get("lend_limit", {}).get(card_type, own))
+        pot -= max(holds - own, 0)
+    limit = me.get("borrow_limit", {}).get(card_type)
+    return float(quota) + max(pot if limit is None else min(pot, limit), 0)

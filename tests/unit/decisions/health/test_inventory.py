@@ -48,6 +48,12 @@ def desk() -> Desk[InventoryCore]:
     return desk
 
 
+def set_policy(desk: Desk[InventoryCore], lost_after: int) -> None:
+    recovery = {"suspect_after": min(8, lost_after), "lost_after": lost_after}
+    document = {**POLICY.document, "defaults": {"recovery": recovery}}
+    desk.feed(POLICY.model_copy(update={"policy_version": desk.core.policy_version + 1, "document": document}))
+
+
 def join(desk: Desk[InventoryCore], *nodes: str) -> list[Any]:
     for node in nodes:
         desk.core.register(RegisterNode(description=described(node), sent_at=desk.now), now=desk.now)
@@ -149,8 +155,38 @@ def test_our_own_deafness_is_not_their_silence(desk: Desk[InventoryCore]) -> Non
     assert kinds(beat(desk, 25, "n1", "n2")) == []
 
 
-def test_the_agents_lease_ends_before_we_call_it_lost(desk: Desk[InventoryCore]) -> None:
-    assert desk.core.lease_seconds < 300
+def test_while_we_hear_nobody_nobody_is_judged(desk: Desk[InventoryCore]) -> None:
+    join(desk, "n1", "n2")
+    desk.core.goes_deaf()
+    assert desk.wait(3600) == []
+    desk.core.was_deaf(now=desk.now)
+    assert kinds(beat(desk, 60, "n1", "n2")) == []
+
+
+@pytest.mark.parametrize("lost_after", [6, 12, 45, 120, 300, 3600])
+def test_the_agents_lease_and_its_time_to_stop_end_before_we_call_it_lost(
+    desk: Desk[InventoryCore], lost_after: int
+) -> None:
+    set_policy(desk, lost_after)
+    accepted = desk.core.register(RegisterNode(description=described("n1"), sent_at=desk.now), now=desk.now)
+    assert isinstance(accepted, NodeAccepted)
+    renewed = desk.core.heard(frame(desk, "n1"), now=desk.now)
+    for told in (accepted, renewed):
+        assert told.lease_seconds + told.stop_seconds == pytest.approx(lost_after)
+        assert told.stop_seconds >= min(12, lost_after / 3)
+
+
+def test_a_shorter_patience_does_not_break_the_leases_that_were_given(desk: Desk[InventoryCore]) -> None:
+    set_policy(desk, 300)
+    join(desk, "n1", "n2", "n3")
+    set_policy(desk, 10)
+    desk.restart(InventoryCore())
+    assert "NodeLost" not in kinds(beat(desk, 290, "n1", "n2"))
+    beat(desk, 20, "n1", "n2")
+    assert [lost.node for lost in desk.all(NodeLost)] == ["n3"]
+
+
+def test_frames_are_wanted_several_times_before_a_node_is_suspect(desk: Desk[InventoryCore]) -> None:
     assert desk.core.telemetry_every_seconds * 3 < 30
 
 
