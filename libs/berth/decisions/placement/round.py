@@ -519,18 +519,23 @@ class Round:
 
     # ---------------------------------------------------------------------------------------------- gangs short of one
     def _restore_gangs(self) -> None:
-        """Gangs that lost workers have the first claim on room for them."""
-        state = self._state
+        """Gangs that lost workers have the first claim on room for them: nobody who waits stands before them."""
+        state, scene = self._state, self._scene
+        if not state.short:
+            return
+        waiting = scene.shadows, scene.heads, scene.tenant_heads
+        scene.shadows, scene.heads, scene.tenant_heads = {}, {}, {}
         for job in sorted(state.short.values(), key=state.order_of):
             if job.is_leaving or not job.missing:
                 continue
-            turn = take_turn(job.claim, self._scene, job=job)
+            turn = take_turn(job.claim, scene, job=job)
             if turn.held is None:
                 continue
             state.books.take(job, turn.held)
             job.missing = ()
             del state.short[job.id]
             self._tell_placed(job, turn.held, turn)
+        scene.shadows, scene.heads, scene.tenant_heads = waiting
 
     # ---------------------------------------------------------------------------------------------- windows and cuts
     def _tell_windows(self) -> None:
