@@ -74,10 +74,9 @@ def waiting_reasons(state: State, job: Job, now: datetime) -> tuple[Reason, ...]
         making = make_room(job, scene, state.caps(job.claim))
         reasons += blocked_reasons(making.blocked, types[0] if types else None, job.claim.shape.gpus)
     reasons += _overtaken(state, job)
-    group = state.waiting.group(job.claim)
-    if not reasons and group is not None:
+    if not reasons:
         # the last pass had no cause to look at this queue: the answer it once gave still stands
-        reasons = list(group.reasons)
+        reasons = [because(code, remedy="wait for the next pass") for code in job.told or ()]
     return tuple(
         reason if reason.blocked_by else reason.model_copy(update={"blocked_by": _holders(state, job, reason)})
         for reason in reasons

@@ -146,7 +146,14 @@ def stop(
         move(run, JobTrigger.STOP)
         book.emit(
             run,
-            JobStopping(job_id=run.job_id, attempt=run.attempt, cause=cause, by=by, grace_seconds=grace),
+            JobStopping(
+                job_id=run.job_id,
+                attempt=run.attempt,
+                cause=cause,
+                by=by,
+                grace_seconds=grace,
+                receipt=book.receipt(run, f"stop|{cause.code}"),
+            ),
             actor=by,
         )
         send_stops(book, run, live)
@@ -223,6 +230,7 @@ def dismiss(book: Book, run: JobRun, workers: Sequence[Worker], cause: Reason, *
             by=by,
             grace_seconds=grace_seconds,
             workers=tuple(worker.number for worker in workers),
+            receipt=book.receipt(run, f"dismiss|{cause.code}|" + ",".join(str(w.number) for w in workers)),
         ),
         actor=by,
     )

@@ -14,6 +14,7 @@ from berth.contracts.base import JobClass
 from berth.contracts.events import JobPlaced, PreemptionPlanned, Victim, WindowClosed, WindowOpened
 from berth.contracts.reasons import Code, Reason, because
 from berth.decisions.placement.claim import Amount, Claim, Shape, plain
+from berth.decisions.placement.considered import nodes_chosen, victims_considered
 from berth.decisions.placement.jobs import Held, Job, Phase, micros
 from berth.decisions.placement.scene import Plan, Scene
 from berth.decisions.placement.state import State
@@ -223,7 +224,7 @@ class Round:
                 return True
             turn.reasons += tried.reasons
             if state.preempts(claim.job_class):
-                made, stops = self._make_room(job, step)
+                made, stops = self._make_room(job, step, tried.reasons)
                 blocked.update(stops)
                 if made:
                     return True
@@ -252,7 +253,7 @@ class Round:
             return True
         blocked: dict[Code, int] = {}
         if state.preempts(job.claim.job_class):
-            made, blocked = self._make_room(job, None)
+            made, blocked = self._make_room(job, None, turn.reasons)
             if made:
                 return True
         self._defer(group, job, turn, blocked)
@@ -292,7 +293,9 @@ class Round:
         state.touch(job)
         inputs = ";".join(f"{h.worker}@{h.node}:{','.join(h.gpus)}" for h in held)
         receipt = state.receipt(
-            f"{job.id}/{job.attempt}/{state.fence}|{inputs}", candidates=turn.candidates, filtered=turn.filtered
+            f"place|{job.id}/{job.attempt}/{state.fence}|{inputs}",
+            candidates=turn.candidates or nodes_chosen(held),
+            filtered=turn.filtered,
         )
         state.emit(
             job,
@@ -361,8 +364,11 @@ class Round:
         state.fresh = {}
 
     # ------------------------------------------------------------------------------------------------ making room
-    def _make_room(self, job: Job, types: Sequence[str] | None) -> tuple[bool, dict[Code, int]]:
-        """Stop others for a job, if that lets it start; otherwise what is in the way of it."""
+    def _make_room(
+        self, job: Job, types: Sequence[str] | None, reasons: Sequence[Reason]
+    ) -> tuple[bool, dict[Code, int]]:
+        """Stop others for a job, if that lets it start; otherwise what is in the way of it. reasons: why it does not
+        start without."""
         state = self._state
         making = make_room(job, self._scene, state.caps(job.claim), types=types)
         if making.plan is None:
@@ -370,14 +376,22 @@ class Round:
         plan = making.plan
         state.waiting.remove(job.claim, job.submitted, job.id)
         state.fresh.pop(job.id, None)
-        self._notify(making.pieces, job, plan)
+        self._notify(making.pieces, job, plan, considered=making.considered, reasons=reasons)
         state.add_plan(plan)
         job.wake_at = 0
         state.touch(job)
         state.tell_waiting(job, (waiting_for(plan, self._scene),))
         return True, {}
 
-    def _notify(self, pieces: Sequence[Piece], job: Job | None, plan: Plan | None) -> None:
+    def _notify(
+        self,
+        pieces: Sequence[Piece],
+        job: Job | None,
+        plan: Plan | None,
+        *,
+        considered: Sequence[Piece] = (),
+        reasons: Sequence[Reason] = (),
+    ) -> None:
         """Tell who is to be stopped, one plan for each rule."""
         state = self._state
         by_rule: dict[Rule, list[Piece]] = {}
@@ -393,7 +407,7 @@ class Round:
             for piece in taken:
                 state.books.mark_leaving(piece.job, piece.taken.workers)
                 state.touch(piece.job)
-            text = f"{job.id if job else ''}|{rule}|" + ",".join(f"{v.job_id}/{v.attempt}" for v in victims)
+            text = f"stop|{job.id if job else ''}|{rule}|" + ",".join(f"{v.job_id}/{v.attempt}" for v in victims)
             data = PreemptionPlanned(
                 plan_id=f"plan-{state.plan_number}",
                 preemptor=job.id if job is not None else "",
@@ -401,7 +415,12 @@ class Round:
                 victims=tuple(victims),
                 rule=_RULE_WORDS.get(rule, rule.value),
                 grace_seconds=grace,
-                receipt=state.receipt(text),
+                receipt=state.receipt(
+                    text,
+                    candidates=victims_considered(taken, considered),
+                    filtered={"spared": max(len(considered) - len(pieces), 0)},
+                    reasons=reasons,
+                ),
             )
             state.out.emit(
                 data,
