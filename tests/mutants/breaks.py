@@ -105,8 +105,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "preemption.reclaim",
         D + "preemption/victims.py",
-        "mine.taken + needed <= mine.quota and theirs.borrowed > 0",
-        "theirs.borrowed > 0",
+        'settings.reclaim == "borrowed"',
+        'settings.reclaim == ""',
     ),
     Break("preemption.fair", D + "preemption/victims.py", 'settings.fair == "final_share"', 'settings.fair == ""'),
     Break("preemption.trim_elastic", D + "preemption/victims.py", "if trims and least is not None:", "if False:"),
