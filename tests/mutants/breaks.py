@@ -154,9 +154,9 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "protection max_preempt_share",
-        D + "preemption/victims.py",
-        "if all(cap.left <= 0 for cap in caps",
-        "if all(cap.left < -10**6 for cap in caps",
+        PLACE + "state.py",
+        "        if line.max_preempt_share is None:",
+        "        if True:",
     ),
     Break("protection when_unmet", D + "quota/keep.py", 'line.when_unmet == "preempt_lower_class",', "False,"),
     Break("placement.strategy", PLACE + "turn.py", 'is_packed = settings.strategy == "pack"', "is_packed = False"),
