@@ -528,10 +528,11 @@ class Round:
         state.drop_plan(job_id)
         limits = [state.books.quota.blocker(plan.tenant, t, amount) for t, amount in plan.needs.items()]
         turn = Turn(held=plan.held)
-        if not plan.held or not is_complete or any(limits):
+        has_parts = any(entry.part is not None for entry in plan.held)
+        if not plan.held or not is_complete or has_parts or any(limits):
             turn = take_turn(job.claim, self._scene, job=joins, worker=worker)
         if turn.held is not None and not any(limits):
-            self._freed = not is_complete
+            self._freed = not is_complete or has_parts
             if worker is None:
                 self.start(job, turn)
                 return True
