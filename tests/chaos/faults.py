@@ -173,15 +173,20 @@ class Freeze(Fault):
         return f"freeze {self.part} for {self.seconds:g} s"
 
     async def strike(self, platform: TestPlatform, users: Users) -> None:
-        pid = await asyncio.to_thread(_server_pid, platform, self.part) or platform.pid(self.part)
-        pids = [pid, *(_children(pid) if self.part == "postgres" else ())]
+        await freeze(platform, self.part, self.seconds)
+
+
+async def freeze(platform: TestPlatform, part: str, seconds: float) -> None:
+    """Let a server or a service stand still for so long."""
+    pid = await asyncio.to_thread(_server_pid, platform, part) or platform.pid(part)
+    pids = [pid, *(_children(pid) if part == "postgres" else ())]
+    for each in pids:
+        _kill(each, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
         for each in pids:
-            _kill(each, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(self.seconds)
-        finally:
-            for each in pids:
-                _kill(each, signal.SIGCONT)
+            _kill(each, signal.SIGCONT)
 
 
 def short_list() -> list[Fault]:
