@@ -56,6 +56,8 @@ _OTHERS: Final = frozenset(
 )
 
 _WITH_SPECIFICATION: Final = frozenset({ev.JobSubmitted.TYPE, ev.JobAdmitted.TYPE})
+PROJECTED: Final = _ABOUT_A_JOB | _OTHERS | _WITH_SPECIFICATION
+"""All types that may change a view; the gateway's consumer brings no others."""
 
 
 @dataclass(frozen=True, slots=True)

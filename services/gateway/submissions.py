@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from berth.client.documents import Document, DocumentError, Place, read_json, read_yaml
 from berth.contracts.jobs import JobSpec
-from services.gateway.problems import Fault, faults_of, invalid, refused, unreadable
+from services.gateway.problems import Fault, faults_of, invalid, refused, shown, unreadable
 
 MAX_BATCH: Final = 2000
 JSON_TYPES: Final = frozenset({"application/json", "text/json"})
@@ -152,6 +153,30 @@ def _sense_faults(spec: JobSpec) -> list[Fault]:
 def _touches_command(faults: list[Fault]) -> bool:
     """Whether one of the faults is about the command already, be it a misspelt one."""
     return any(fault.path[:1] in {("command",), ("roles",)} or fault.remedy.endswith("command?") for fault in faults)
+
+
+def sound_faults(value: object, path: Place = ()) -> list[Fault]:
+    """What cannot be stored or sent on in a free-form value, wherever it stands; the first fault only."""
+    if isinstance(value, str):
+        if "\x00" in value:
+            return [Fault("invalid_value", path, "contains a NUL character", "remove it")]
+        if not _is_unicode(value):
+            return [Fault("not_unicode", path, "holds half of a surrogate pair", "send Unicode text")]
+    elif isinstance(value, float) and not math.isfinite(value):
+        return [Fault("not_finite", path, "must be a finite number", "write a finite number")]
+    elif isinstance(value, int) and value.bit_length() > 63:
+        return [Fault("too_large", path, "is above 64 bits", "write a smaller number", shown(value))]
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            found = sound_faults(key, path) or sound_faults(item, (*path, str(key)))
+            if found:
+                return found
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            found = sound_faults(item, (*path, place))
+            if found:
+                return found
+    return []
 
 
 def _is_unicode(text: str) -> bool:

@@ -57,12 +57,14 @@ async def main(context: ServiceContext[Settings]) -> None:
         hearing = Hearing(service, bus)
         subscription = await bus.subscribe_raw(subjects.telemetry_filter(pool), hearing.on_frame)
         unregister = bus.on_reconnect(hearing.on_reconnect)
+        undo = bus.on_disconnect(hearing.on_disconnect)
         context.critical("consumers", keep_node_consumers(service, bus, pool))
         context.started()
         try:
             await service.run()
         finally:
             unregister()
+            undo()
             await subscription.unsubscribe()
 
 
@@ -116,6 +118,12 @@ class Hearing:
                 self._bus.answer_nowait(reply, renewed.model_dump_json().encode())
         if handler.core.has_news or handler.core.next_timer() != due:
             self._service.wake()
+
+    def on_disconnect(self) -> None:
+        """The bus is away: nobody is judged until it is back."""
+        handler = self._service.now_unlocked()
+        if handler is not None:
+            handler.core.goes_deaf()
 
     def on_reconnect(self) -> None:
         """The bus was away, so nobody could be heard: silence counts from now."""

@@ -40,8 +40,8 @@ class Journal:
     def __init__(self, path: Path, *, compact_min_bytes: int = COMPACT_MIN_BYTES) -> None:
         self._path = path
         self._compact_min_bytes = compact_min_bytes
-        self._lines: dict[tuple[str, str], bytes] = {}
-        """The newest record of each entry, as it stands in the file."""
+        self._kinds: dict[str, dict[str, bytes]] = {}
+        """kind -> key -> the newest record of the entry, as it stands in the file."""
         self._live_bytes = 0
         self._size = 0
         self._unwritten: list[bytes] = []
@@ -56,17 +56,17 @@ class Journal:
 
     def get(self, kind: str, key: str) -> Json | None:
         """The entry, or None."""
-        line = self._lines.get((kind, key))
+        line = self._kinds.get(kind, {}).get(key)
         return None if line is None else _value(line)
 
-    def entries(self, kind: str) -> Iterator[tuple[str, Json]]:
-        """All entries of one kind, in the order they were first written."""
-        for (found, key), line in tuple(self._lines.items()):
-            if found == kind:
+    def entries(self, kind: str, prefix: str = "") -> Iterator[tuple[str, Json]]:
+        """All entries of one kind whose keys begin so, in the order they were first written."""
+        for key, line in tuple(self._kinds.get(kind, {}).items()):
+            if key.startswith(prefix):
                 yield key, _value(line)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return sum(map(len, self._kinds.values()))
 
     # -- writing
 
@@ -76,7 +76,7 @@ class Journal:
 
     def remove(self, kind: str, key: str) -> None:
         """Drop an entry; nothing happens if there is none."""
-        if (kind, key) in self._lines:
+        if key in self._kinds.get(kind, {}):
             self._append(kind, key, None)
 
     def flush(self) -> None:
@@ -112,12 +112,12 @@ class Journal:
         self._apply(kind, key, line, is_removed=value is None)
 
     def _apply(self, kind: str, key: str, line: bytes, *, is_removed: bool) -> None:
-        name = (kind, key)
-        self._live_bytes -= len(self._lines.get(name, b""))
+        lines = self._kinds.setdefault(kind, {})
+        self._live_bytes -= len(lines.get(key, b""))
         if is_removed:
-            self._lines.pop(name, None)
+            lines.pop(key, None)
         else:
-            self._lines[name] = line
+            lines[key] = line
             self._live_bytes += len(line)
 
     async def _sync_until_done(self) -> None:
@@ -172,7 +172,7 @@ class Journal:
         """Write what counts to a new file and put it in place; blocks, for milliseconds, about once for each 4 MiB."""
         draft = self._path.with_suffix(".new")
         fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o640)
-        data = b"".join(self._lines.values())
+        data = b"".join(line for lines in self._kinds.values() for line in lines.values())
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]

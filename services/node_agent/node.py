@@ -80,9 +80,8 @@ class Node:
     def open(self) -> None:
         """Look at the cards and remember what the journal holds."""
         self.look_at_cards()
-        for key, entry in self._journal.entries(WORKER):
-            if key.startswith(f"{self.name}/"):
-                self._remember(Worker.from_entry(entry))
+        for _, entry in self._journal.entries(WORKER, f"{self.name}/"):
+            self._remember(Worker.from_entry(entry))
 
     def look_at_cards(self) -> None:
         """Read cards and links again; blocks."""
@@ -163,11 +162,9 @@ class Node:
                 if not any(other.job_id == worker.job_id for other in self._live.values()):
                     self.view.job_fences.pop(worker.job_id, None)
                     self.view.stopped_fences.pop(worker.job_id, None)
-        for name, entry in self._journal.entries(REFUSED):
+        for name, entry in self._journal.entries(REFUSED, f"{self.name}/"):
             expires_at = entry["expires_at"]
-            if not name.startswith(f"{self.name}/") or not isinstance(expires_at, int | float):
-                continue
-            if expires_at + REMEMBER_SECONDS < now:
+            if isinstance(expires_at, int | float) and expires_at + REMEMBER_SECONDS < now:
                 self._journal.remove(REFUSED, name)
 
     # -- session

@@ -63,6 +63,12 @@ def test_cores_take_in_just_what_their_consumers_deliver() -> None:
         assert len(CONSUMES[core.NAME]) == len(set(CONSUMES[core.NAME])), f"{core.NAME}: filters overlap"
 
 
+def test_views_take_in_just_what_their_consumer_delivers() -> None:
+    from services.gateway.projector import PROJECTED
+
+    assert {fact.TYPE for fact in CONSUMES["gateway"]} == PROJECTED
+
+
 def test_an_older_reader_ignores_fields_it_does_not_know() -> None:
     raw = json.loads((GOLDEN / "berth.job.placed.v1.json").read_text())
     raw["data"]["added_later"] = 1

@@ -300,14 +300,14 @@ class Histories(RuleBasedStateMachine):
     )
     def service(self, pick: int, verb: str, number: int) -> None:
         name = self.services[pick % len(self.services)]
-        more: dict[str, Any] = {
+        arguments: dict[str, dict[str, Any]] = {
             "load": {"in_flight": number},
             "rollout": {"version": f"v{number % 3}"},
             "rollback": {},
             "version_health": {"version": f"v{number % 3}", "healthy": number % 2 == 0},
             "set_rollout": {"surge": number % 2, "unavailable": number % 3},
-        }[verb]
-        self.do(verb, service=name, **more)
+        }
+        self.do(verb, service=name, **arguments[verb])
 
     # -------------------------------------------------------------------------------------------------------- rules
     @invariant()

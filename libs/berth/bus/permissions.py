@@ -23,6 +23,8 @@ SERVICE_PUBLISH: dict[str, list[str]] = {
         "berth.evt.*.job.*.submitted",
         "berth.evt.*.job.*.cancel_requested",
         "berth.evt.*.policy.*.proposed",
+        "berth.evt.*.policy.*.approved",
+        "berth.evt.*.policy.*.withdrawn",
         "berth.evt.*.access.>",
         "berth.evt.*.node.*.cordon_requested",
     ],

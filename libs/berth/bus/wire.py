@@ -47,12 +47,18 @@ def find_header(raw: bytes | None, name: str) -> str | None:
     """The value of one header without parsing the others; names are matched exactly."""
     if not raw:
         return None
-    key = b"\r\n%b:" % name.encode()
+    key = _KEYS.get(name)
+    if key is None:
+        key = _KEYS.setdefault(name, b"\r\n%b:" % name.encode()) if len(_KEYS) < 64 else b"\r\n%b:" % name.encode()
     start = raw.find(key)
     if start < 0:
         return None
     start += len(key)
-    return raw[start : raw.find(b"\r\n", start)].strip().decode("utf-8", "replace")
+    return raw[start : raw.find(b"\r\n", start)].decode("utf-8", "replace").strip()
+
+
+_KEYS: dict[str, bytes] = {}
+"""What to look for, for each header name asked for so far: this runs several times for each message."""
 
 
 def parse_headers(raw: bytes | None) -> dict[str, str]:

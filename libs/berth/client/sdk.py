@@ -22,7 +22,7 @@ import httpx
 
 from berth.client.errors import BerthError, Refused, ServerFault, Unreachable
 from berth.client.settings import find_target
-from berth.client.transport import Transport
+from berth.client.transport import PATIENT_TRIES, Transport
 from berth.contracts.api import (
     EventView,
     GpuView,
@@ -97,7 +97,7 @@ class BerthClient:
 
     def _post_jobs(self, body: Mapping[str, Any], key: str | None) -> Any:
         headers = {"Idempotency-Key": key or str(uuid.uuid4())}
-        return self._api.call("POST", "/v1/jobs", body=body, headers=headers, repeatable=True)
+        return self._api.call("POST", "/v1/jobs", body=body, headers=headers, repeatable=True, tries=PATIENT_TRIES)
 
     def jobs(
         self,
@@ -155,8 +155,9 @@ class BerthClient:
             TimeoutError: it is not, after `timeout_seconds`.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        path = self._path(job)
         while True:
-            found = self.job(job)
+            found = JobView.model_validate(self._api.call("GET", path, tries=PATIENT_TRIES))
             if found.state.is_final:
                 return found
             if deadline is not None and time.monotonic() >= deadline:

@@ -105,12 +105,10 @@ WORDS: Final[Mapping[str, Words]] = {
     "worker_lost": Words("a worker was found gone", "nothing to do; it is tried again"),
     "gpu_fault": Words("a card it ran on is faulty", "nothing to do; it is tried again elsewhere"),
     "command_refused": Words("a node refused the order", "nothing to do; it is tried again"),
-    "not_ready": Words(
-        "the replica or version was not ready in time", "look at its log, or allow more time: service.ready_timeout"
-    ),
-    "rolled_back": Words("the version was taken back", "mend it and roll it out again"),
     "quota_cut": Words("the tenant's quota was cut", "ask for more quota"),
     "tenant_removed": Words("the tenant was removed from the policy", "submit it for another tenant"),
+    "not_ready": Words("it was not ready in time", "look at its output, or give it a longer ready_timeout: berth logs"),
+    "rolled_back": Words("its version was rolled back", "submit a corrected version"),
     # commands refused by a node
     "wrong_epoch": Words("the order was for another session of the node", "nothing to do; it is sent again"),
     "old_fence": Words("the order was older than what the node runs", "nothing to do"),

@@ -15,6 +15,8 @@ from berth.client.errors import Refused, ServerFault, Unreachable
 TIMEOUT_SECONDS: Final = 30.0
 CONNECT_SECONDS: Final = 5.0
 TRIES: Final = 4
+PATIENT_TRIES: Final = 8
+"""For what should outlast a restart of the gateway: submissions, waiting, followed logs."""
 FIRST_PAUSE_SECONDS: Final = 0.2
 _WORTH_ANOTHER_TRY: Final = frozenset({502, 503, 504})
 
@@ -54,15 +56,19 @@ class Transport:
         body: object = None,
         headers: Mapping[str, str] | None = None,
         repeatable: bool | None = None,
+        tries: int = TRIES,
     ) -> Any:
         """One request; the JSON of its answer (None for an empty one).
 
-        repeatable: may be sent again when no answer came; by default reads and deletions may.
+        repeatable: may be sent again when no answer came; by default reads and deletions may. tries: so often at most,
+        with pauses that double from 0.2 s.
 
         Raises:
             Unreachable, Refused, ServerFault.
         """
-        response = self.send(method, path, params=params, body=body, headers=headers, repeatable=repeatable)
+        response = self.send(
+            method, path, params=params, body=body, headers=headers, repeatable=repeatable, tries=tries
+        )
         return response.json() if response.content else None
 
     def send(
@@ -74,18 +80,19 @@ class Transport:
         body: object = None,
         headers: Mapping[str, str] | None = None,
         repeatable: bool | None = None,
+        tries: int = TRIES,
     ) -> httpx.Response:
         """As `call`, with the whole answer."""
         may_repeat = method in {"GET", "DELETE", "PUT"} if repeatable is None else repeatable
         pause = FIRST_PAUSE_SECONDS
-        for attempt in range(1, TRIES + 1):
-            is_last = attempt == TRIES or not may_repeat
+        for attempt in range(1, tries + 1):
+            is_last = attempt == tries or not may_repeat
             try:
                 response = self._http.request(
                     method, path, params=_clean(params), json=body, headers=dict(headers or {})
                 )
             except httpx.ConnectError as error:
-                if attempt == TRIES:
+                if attempt == tries:
                     raise Unreachable(f"{self.url} does not answer: {error}") from error
             except httpx.TransportError as error:
                 if is_last:
@@ -99,21 +106,36 @@ class Transport:
         raise AssertionError("the last try returns or raises")
 
     def text(self, path: str, *, params: Params | None = None) -> Iterator[str]:
-        """An answer as text, as it comes.
+        """An answer as text, as it comes. A followed log goes on where it was when the connection broke.
 
         Raises:
             Unreachable, Refused, ServerFault.
         """
-        try:
-            with self._http.stream(
-                "GET", path, params=_clean(params), timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
-            ) as response:
-                if response.status_code >= 400:
-                    response.read()
-                    raise_for_problem(response)
-                yield from response.iter_text()
-        except httpx.TransportError as error:
-            raise Unreachable(f"{self.url}: {error or type(error).__name__}") from error
+        asked = dict(params or {})
+        begun = False
+        failures = 0
+        while True:
+            try:
+                with self._http.stream(
+                    "GET", path, params=_clean(asked), timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
+                ) as response:
+                    if response.status_code >= 400:
+                        response.read()
+                        raise_for_problem(response)
+                    position = int(response.headers.get("Berth-Offset", 0))
+                    for chunk in response.iter_text():
+                        begun, failures = True, 0
+                        position += len(chunk.encode())
+                        asked["offset"] = position
+                        yield chunk
+                    return
+            except (httpx.TransportError, ServerFault) as error:
+                failures += 1
+                if not (begun and asked.get("follow")) or failures >= PATIENT_TRIES:
+                    if isinstance(error, ServerFault):
+                        raise
+                    raise Unreachable(f"{self.url}: {error or type(error).__name__}") from error
+            time.sleep(min(FIRST_PAUSE_SECONDS * 2**failures, 2.0))
 
     def events(self, path: str, *, params: Params | None = None, resume: bool = True) -> Iterator[dict[str, Any]]:
         """Server-Sent Events as their JSON, for ever; after a break it goes on behind the last one.

@@ -97,8 +97,8 @@ Facts = dict[str, Any]
 
 
 def _no_control(value: str) -> str:
-    bad = next((c for c in value if not c.isprintable()), None)
-    if bad is not None:
+    if not value.isprintable():
+        bad = next(c for c in value if not c.isprintable())
         raise ValueError(f"contains the unprintable character U+{ord(bad):04X}; use visible characters and spaces")
     if value != value.strip():
         raise ValueError("begins or ends with white space; remove it")

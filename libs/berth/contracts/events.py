@@ -84,11 +84,29 @@ class RolloutSettingsChanged(Fact, kind="service", fact="rollout_settings", owne
 
 
 class PolicyProposed(Fact, kind="policy", fact="proposed", owners="gateway"):
-    """An operator handed in a policy document; admission answers with `PolicyActivated` or `PolicyRejected`."""
+    """An operator handed in a policy document; admission answers with `PolicyActivated`, `PolicyHeld` or
+    `PolicyRejected`. based_on: the version it was made from; rejected when another is in force. None: any."""
 
     proposal_id: Token
     document: dict[str, Any]
     author: str
+    why: str = ""
+    based_on: int | None = None
+
+
+class PolicyApproved(Fact, kind="policy", fact="approved", owners="gateway"):
+    """A second operator agrees to a held proposal."""
+
+    proposal_id: Token
+    approver: str
+    why: str = ""
+
+
+class PolicyWithdrawn(Fact, kind="policy", fact="withdrawn", owners="gateway"):
+    """An operator (the author or another one) turns a held proposal down."""
+
+    proposal_id: Token
+    withdrawn_by: str
     why: str = ""
 
 
@@ -182,6 +200,20 @@ class PolicyActivated(Fact, kind="policy", fact="activated", owners="admission")
     author: str
     why: str = ""
     proposal_id: str = ""
+    approver: str = ""
+
+
+class PolicyHeld(Fact, kind="policy", fact="held", owners="admission"):
+    """A proposed document is right, and has to be approved by an operator other than its author.
+
+    based_on: the version in force; the proposal falls when another one is activated first.
+    """
+
+    proposal_id: Token
+    author: str
+    why: str = ""
+    based_on: int
+    required_for: str
 
 
 class PolicyRejected(Fact, kind="policy", fact="rejected", owners="admission"):

@@ -97,6 +97,83 @@ class PolicyCheckAnswer(Wire):
     warnings: tuple[dict[str, str], ...] = ()
 
 
+class PolicyEffectsQuestion(Wire):
+    """To placement (`policy_effects`): what would follow at once if this document were in force?"""
+
+    document: dict[str, Any]
+
+
+class AffectedJob(Wire):
+    """A job that a change of policy touches. rule: why it would be stopped (`quota_cut`, `protection`, ...); empty for
+    jobs that go on or start. workers: how many of an elastic gang; None: the whole job."""
+
+    job_id: Token
+    tenant: str
+    job_class: str
+    gpus: float
+    rule: str = ""
+    workers: int | None = None
+
+
+class QuotaCut(Wire):
+    """A tenant that holds more than it would be entitled to. may_hold: quota and what it may borrow now.
+
+    stopped: GPUs that jobs told to stop give back; draining: GPUs that stay over the limit until jobs end by themselves.
+    jobs: running jobs of the tenant on the card type, newest first, bounded.
+    """
+
+    tenant: str
+    card_type: str
+    held: float
+    may_hold: float
+    over: float
+    stopped: float = 0
+    draining: float = 0
+    jobs: tuple[AffectedJob, ...] = ()
+
+
+class NeverStarts(Wire):
+    """A waiting job that could start one day now and never under the new document."""
+
+    job: AffectedJob
+    reasons: tuple[Reason, ...]
+
+
+class LineEffect(Wire):
+    """A protection line or reservation that is new, changed or gone, or opens or closes with the document.
+
+    next_change: when it opens or closes next under the new document; None: never.
+    """
+
+    name: str
+    kind: str
+    change: str
+    was_open: bool
+    is_open: bool
+    next_change: Instant | None = None
+
+
+class PolicyEffects(Wire):
+    """Answer to `PolicyEffectsQuestion`: what the first pass under the document would do, tried on a copy.
+
+    Lists are bounded; `stops_more`, `never_more` and `starts_more` count what is left out. is_tried: False where the
+    pool is too large for a trial; then only cuts, never-starting jobs and lines are told.
+    """
+
+    policy_version: int
+    state_version: int
+    as_of: Instant
+    is_tried: bool = True
+    cuts: tuple[QuotaCut, ...] = ()
+    stops: tuple[AffectedJob, ...] = ()
+    stops_more: int = 0
+    starts: tuple[AffectedJob, ...] = ()
+    starts_more: int = 0
+    never: tuple[NeverStarts, ...] = ()
+    never_more: int = 0
+    lines: tuple[LineEffect, ...] = ()
+
+
 class LogQuestion(Wire):
     """To an agent (`logs`): bytes of a worker's output from `offset` (negative: that many from the end)."""
 

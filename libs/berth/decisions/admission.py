@@ -21,8 +21,11 @@ from berth.contracts.events import (
     JobSubmitted,
     NodeChanged,
     PolicyActivated,
+    PolicyApproved,
+    PolicyHeld,
     PolicyProposed,
     PolicyRejected,
+    PolicyWithdrawn,
     Receipt,
     ServiceAdmitted,
 )
@@ -34,8 +37,10 @@ from berth.decisions.placement.claim import claim_of, plain
 from berth.decisions.placement.fleet import Fleet
 from berth.decisions.placement.jobs import micros
 from berth.decisions.placement.turn import fits_when_empty, never_reason
+from berth.decisions.policy.approval import needs_approval
 from berth.decisions.policy.check import SHORTEST_LOST_AFTER, check, warnings
 from berth.decisions.policy.document import Policy
+from berth.decisions.policy.problem import Problem
 from berth.decisions.quota.book import QuotaBook
 from berth.decisions.receipts import make_receipt
 
@@ -52,11 +57,18 @@ class AdmissionCore(Core):
         JobCancelled,
         JobSubmitted,
         NodeChanged,
+        PolicyApproved,
         PolicyProposed,
+        PolicyWithdrawn,
     )
 
-    def __init__(self, *, shortest_lost_after: int = SHORTEST_LOST_AFTER) -> None:
-        """Without policy and nodes. shortest_lost_after: see `berth.decisions.policy.check.check`."""
+    def __init__(self, *, shortest_lost_after: int = SHORTEST_LOST_AFTER, runs_services: bool = False) -> None:
+        """Without policy and nodes.
+
+        shortest_lost_after: see `berth.decisions.policy.check.check`. runs_services: a serving part is there to make
+        replicas; without it a service would be accepted and never start.
+        """
+        self._runs_services = runs_services
         self._shortest_lost_after = shortest_lost_after
         self.fleet = Fleet()
         self.policy = Policy()
@@ -65,6 +77,7 @@ class AdmissionCore(Core):
         self._quota = QuotaBook()
         self._held: dict[str, JobSubmitted] = {}
         self._held_trace: dict[str, str] = {}
+        self._proposals: dict[str, PolicyProposed] = {}
         self._cancels: dict[str, tuple[int, str]] = {}
         self._out = Outbox()
         self._records: dict[tuple[str, str], Any] = {}
@@ -74,13 +87,15 @@ class AdmissionCore(Core):
             JobCancelled: self._on_cancelled,
             JobSubmitted: self._on_submitted,
             NodeChanged: self._on_node_changed,
+            PolicyApproved: self._on_approved,
             PolicyProposed: self._on_proposed,
+            PolicyWithdrawn: self._on_withdrawn,
         }
 
     @property
     def settings(self) -> dict[str, Any]:
         """What its answers depend on besides events."""
-        return {"shortest_lost_after": self._shortest_lost_after}
+        return {"shortest_lost_after": self._shortest_lost_after, "runs_services": self._runs_services}
 
     @property
     def policy_version(self) -> int:
@@ -108,8 +123,11 @@ class AdmissionCore(Core):
         records = [Record(kind, key, body) for (kind, key), body in self._records.items()]
         self._records = {}
         emissions = self._out.drain()
-        self._out.counters = {key: count for key, count in self._out.counters.items() if key in self._held}
+        self._out.counters = {key: count for key, count in self._out.counters.items() if self._is_open(key)}
         return Settled(emissions, records)
+
+    def _is_open(self, entity: str) -> bool:
+        return entity in self._held or entity in self._proposals
 
     def next_timer(self) -> datetime | None:
         """Admission waits for events only."""
@@ -124,33 +142,120 @@ class AdmissionCore(Core):
     # ------------------------------------------------------------------------------------------------ policy
     def _on_proposed(self, event: Envelope[Any]) -> None:
         data: PolicyProposed = event.data
+        problems = self._faults(data)
+        if problems:
+            self._reject(data, problems, event)
+        elif self._policy_version and needs_approval(self.policy, Policy.from_document(data.document)):
+            self._hold_proposal(data, event)
+        else:
+            self._put_in_force(data, event)
+
+    def _faults(self, data: PolicyProposed) -> list[Problem]:
+        """Why a proposal may not come into force now."""
+        if data.based_on is not None and data.based_on != self._policy_version:
+            return [
+                Problem(
+                    "(document)",
+                    f"it was made from version {data.based_on}, by now version {self._policy_version} is in force",
+                    "look at what has changed (berth policy history), and propose it again",
+                )
+            ]
         # The first policy of a pool comes before its nodes: guarantees are compared from the second on.
         installed = self.fleet.installed() if self._policy_version else None
-        problems = check(data.document, installed=installed, shortest_lost_after=self._shortest_lost_after)
-        common = {"tenant": event.tenant, "actor": data.author, "cause": event.id, "trace": event.traceparent}
-        if problems:
-            self._out.emit(
-                PolicyRejected(
-                    proposal_id=data.proposal_id,
-                    problems=tuple(problem.to_json() for problem in problems),
-                    author=data.author,
-                ),
-                data.proposal_id,
-                **common,
-            )
+        return check(data.document, installed=installed, shortest_lost_after=self._shortest_lost_after)
+
+    def _hold_proposal(self, data: PolicyProposed, event: Envelope[Any]) -> None:
+        held = data.model_copy(update={"based_on": self._policy_version})
+        self._proposals[data.proposal_id] = held
+        self._tell_of(
+            held,
+            PolicyHeld(
+                proposal_id=data.proposal_id,
+                author=data.author,
+                why=data.why,
+                based_on=self._policy_version,
+                required_for=self.policy.approval.required_for,
+            ),
+            event,
+        )
+        self._records["proposal", data.proposal_id] = {
+            "proposed": held.model_dump(mode="json"),
+            "n": self._out.counters[data.proposal_id],
+        }
+
+    def _on_approved(self, event: Envelope[Any]) -> None:
+        data: PolicyApproved = event.data
+        proposed = self._proposals.get(data.proposal_id)
+        if proposed is None or proposed.author == data.approver:
             return
+        self._close_proposal(data.proposal_id)
+        problems = self._faults(proposed)
+        if problems:
+            self._reject(proposed, problems, event)
+        else:
+            self._put_in_force(proposed, event, approver=data.approver)
+
+    def _on_withdrawn(self, event: Envelope[Any]) -> None:
+        data: PolicyWithdrawn = event.data
+        proposed = self._proposals.get(data.proposal_id)
+        if proposed is None:
+            return
+        self._close_proposal(data.proposal_id)
+        why = f": {data.why}" if data.why else ""
+        problem = Problem(
+            "(document)", f"{data.withdrawn_by} turned it down{why}", "talk to them, and propose it again"
+        )
+        self._reject(proposed, [problem], event)
+
+    def _close_proposal(self, proposal_id: str) -> None:
+        del self._proposals[proposal_id]
+        self._records["proposal", proposal_id] = None
+
+    def _reject(self, data: PolicyProposed, problems: Iterable[Problem], event: Envelope[Any]) -> None:
+        rejected = PolicyRejected(
+            proposal_id=data.proposal_id,
+            problems=tuple(problem.to_json() for problem in problems),
+            author=data.author,
+        )
+        self._tell_of(data, rejected, event)
+
+    def _put_in_force(self, data: PolicyProposed, event: Envelope[Any], *, approver: str = "") -> None:
         self._activate(self._policy_version + 1, data.document)
-        self._records["policy", "active"] = {"version": self._policy_version, "document": data.document}
-        self._out.emit(
+        version = self._policy_version
+        self._records["policy", "active"] = {"version": version, "document": data.document}
+        self._records["version", f"{version:010d}"] = {
+            "version": version,
+            "document": data.document,
+            "author": data.author,
+            "approver": approver,
+            "why": data.why,
+            "proposal_id": data.proposal_id,
+            "activated_at": self._now.isoformat(),
+        }
+        self._tell_of(
+            data,
             PolicyActivated(
-                policy_version=self._policy_version,
+                policy_version=version,
                 document=data.document,
                 author=data.author,
                 why=data.why,
                 proposal_id=data.proposal_id,
+                approver=approver,
             ),
-            data.proposal_id,
-            **common,
+            event,
+        )
+        for other in list(self._proposals.values()):
+            self._close_proposal(other.proposal_id)
+            self._reject(other, self._faults(other), event)
+
+    def _tell_of(self, proposed: PolicyProposed, data: Fact, event: Envelope[Any]) -> None:
+        self._out.emit(
+            data,
+            proposed.proposal_id,
+            tenant=event.tenant,
+            actor=event.actor or proposed.author,
+            cause=event.id,
+            trace=event.traceparent,
         )
 
     def _activate(self, version: int, document: dict[str, Any]) -> None:
@@ -250,6 +355,9 @@ class AdmissionCore(Core):
         if spec.tenant not in self.policy.tenants:
             known = ", ".join(sorted(self.policy.tenants)) or "none"
             return [because(Code.UNKNOWN_TENANT, tenant=spec.tenant, remedy=f"use one of the pool's tenants: {known}")]
+        if spec.service is not None and not self._runs_services:
+            remedy = "submit the model server as an ordinary job: this pool does not run replicas yet"
+            return [because(Code.UNSUPPORTED, field="service", remedy=remedy)]
         found = [*self._over_limits(spec), *self._unknown_types(spec)]
         if not found and self.policy.for_class(spec.job_class).never_fits == "refuse":
             found = self._never(spec)
@@ -318,7 +426,10 @@ class AdmissionCore(Core):
 
     # ------------------------------------------------------------------------------------------------ records
     def restore(self, records: Iterable[tuple[str, str, Any]], *, now: datetime) -> None:
-        """Rebuild policy, nodes, held jobs (in order of submission) and sticky cancels."""
+        """Rebuild policy, nodes, held proposals, held jobs (in order of submission) and sticky cancels.
+
+        Records of kind `version` are the history of the policy; they are kept for people and not read here.
+        """
         held: list[tuple[JobSubmitted, dict[str, Any]]] = []
         cancels: list[tuple[int, str, str]] = []
         for kind, key, body in records:
@@ -332,6 +443,9 @@ class AdmissionCore(Core):
                 self._state_version = body["state_version"]
             elif kind == "cancel":
                 cancels.append((body[0], key, body[1]))
+            elif kind == "proposal":
+                self._proposals[key] = PolicyProposed.model_validate(body["proposed"])
+                self._out.counters[key] = body["n"]
         for data, body in sorted(held, key=lambda entry: (entry[0].submitted_at, entry[0].job_id)):
             self._held[data.job_id] = data
             self._held_trace[data.job_id] = body["trace"]

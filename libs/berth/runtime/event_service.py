@@ -154,6 +154,7 @@ class _Taken:
     message: Message
     event_id: str
     entity: str
+    trace: str | None
 
 
 @dataclass(slots=True)
@@ -424,7 +425,7 @@ class EventService(Generic[H]):
         if handler is None:
             raise Deposed(self._service, self._epoch)
         taken = [_taken(message) for message in messages]
-        span = batch_span(self._service, self._service, [m.header(HEADER_TRACE) for m in messages])
+        span = batch_span(self._service, self._service, [item.trace for item in taken])
         with span:
             committed = await self._commit(handler, taken, calls, span, parking)
             await fault_point(f"{self._service}.between_commit_and_publish")
@@ -446,7 +447,9 @@ class EventService(Generic[H]):
             note = Note(loaded=self._loaded_at, settings=handler.settings)
             for replay in replays:
                 known = replay.message
-                if self._apply(handler, tx, _Taken(_replayed(replay), known.event_id, known.entity), now, causes, ""):
+                message = _replayed(replay)
+                again = _Taken(message, known.event_id, known.entity, message.header(HEADER_TRACE))
+                if self._apply(handler, tx, again, now, causes, ""):
                     note.before.append(replay.payload)
             took = []
             for item in taken:
@@ -508,7 +511,7 @@ class EventService(Generic[H]):
         except PoisonMessage as poison:
             self._park(tx, item, str(poison))
             return False
-        causes[item.event_id] = (message.header(HEADER_TRACE), None)
+        causes[item.event_id] = (item.trace, None)
         return True
 
     def _park(self, tx: BatchTransaction, item: _Taken, reason: str) -> None:
@@ -582,9 +585,9 @@ class EventService(Generic[H]):
 
 
 def _taken(message: Message) -> _Taken:
-    tokens = message.subject.split(".")
+    tokens = message.subject.split(".", 5)
     entity = tokens[4] if len(tokens) > 5 else message.subject
-    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity)
+    return _Taken(message, message.header(HEADER_ID) or _id_inside(message), entity, message.header(HEADER_TRACE))
 
 
 def _id_inside(message: Message) -> str:

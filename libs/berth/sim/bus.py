@@ -119,6 +119,7 @@ class SimBus:
         stored = [(kind, key, orjson.loads(body)) for (kind, key), body in sorted(seat.records.items())]
         seat.core.restore(stored, now=self.clock.now)
         self.on_restart(name)
+        self.batch(name)
         return seat.core
 
     @property

@@ -31,8 +31,6 @@ AGENT = "node_agent"
 KILLED, TERMINATED = 137, 143
 RELEASE_AFTER_REPORT_SECONDS = 1
 ACTIVITY_EVERY_SECONDS = 60
-FENCE_AFTER_LEASE = 1.05
-"""A cut-off agent has stopped all work by this multiple of its lease, still before it can be called lost."""
 
 
 class Stage(StrEnum):
@@ -150,7 +148,7 @@ class SimFleet:
         agent.is_reachable = False
         agent.silences += 1
         silence = agent.silences
-        deadline = self.clock.now + timedelta(seconds=self.inventory.lease_seconds * FENCE_AFTER_LEASE)
+        deadline = self.clock.now + timedelta(seconds=self.inventory.lease_seconds + self.inventory.stop_seconds / 2)
         self.clock.at(deadline, lambda: self._fence(agent, silence))
 
     def _fence(self, agent: SimAgent, silence: int) -> None:
@@ -160,7 +158,7 @@ class SimFleet:
         for worker in agent.workers.values():
             if worker.stage is not Stage.EXITED:
                 worker.is_fenced = True
-                self._leave(worker, is_saved=True)
+                self._leave(worker, is_saved=False)
 
     def back(self, node: str, *, running: Iterable[str] | None = None) -> None:
         """Word again. running: job ids that still run there; None: all. What does not has ended unseen."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from berth.contracts.envelope import Envelope, Fact
@@ -40,7 +41,7 @@ def all_cores() -> list[Callable[[], Core]]:
     from berth.decisions.placement.core import PlacementCore
     from berth.decisions.serving import ServingCore
 
-    return [InventoryCore, AdmissionCore, ServingCore, PlacementCore, LifecycleCore]
+    return [InventoryCore, partial(AdmissionCore, runs_services=True), ServingCore, PlacementCore, LifecycleCore]
 
 
 class Platform:
@@ -106,12 +107,15 @@ class Platform:
     def stop_bus(self) -> None:
         """Nothing passes between the parts."""
         self.fleet.beat()
+        self.fleet.inventory.goes_deaf()
         self.bus.stop()
 
     def start_bus(self) -> None:
         """The bus is back: what was kept goes out, and silence counts from now."""
         self.bus.start()
         self.fleet.inventory.was_deaf(now=self.clock.now)
+        self.fleet.beat()
+        self.bus.batch(InventoryCore.NAME)
         self.fleet.flush()
 
     # ------------------------------------------------------------------------------------------------------- time

@@ -104,6 +104,8 @@ class Deps:
         Raises:
             ApiError: 401.
         """
+        if "\x00" in request.url.path or b"%00" in request.scope["query_string"]:
+            raise refused("invalid", "the address holds a NUL character", remedy="remove it", status=400)
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise unauthenticated(
@@ -128,7 +130,8 @@ class Deps:
                 self.denials.popitem(last=False)
             denied = AccessDenied(actor=who.actor, action=action, target=target, at=datetime.now(UTC))
             try:
-                await self.changes.tell(Tell(denied, self.ids(), who.user, who.tenant or ""))
+                # Of no tenant: who sees it in a feed would learn that what was asked for exists.
+                await self.changes.tell(Tell(denied, self.ids(), who.user))
             except TransientError as error:
                 _log.warning("a denial could not be recorded", action=action, reason=str(error))
         if hide:

@@ -35,7 +35,15 @@ from services.gateway.principals import Principal
 from services.gateway.problems import ApiError, Fault, faults_of, invalid, problem_schema_responses, refused
 from services.gateway.rendering import job_view, seen_by
 from services.gateway.store.queries import JobFilter, StoredJob
-from services.gateway.submissions import Asked, check_jobs, digest_of, read_body, read_submission, split_secrets
+from services.gateway.submissions import (
+    Asked,
+    check_jobs,
+    digest_of,
+    read_body,
+    read_submission,
+    sound_faults,
+    split_secrets,
+)
 from services.gateway.visibility import jobs_named_in, reason_for
 
 router = APIRouter(tags=["jobs"])
@@ -388,6 +396,9 @@ def read_model(model: Any, value: object) -> Any:
     Raises:
         ApiError: 422.
     """
+    faults = sound_faults(value)
+    if faults:
+        raise invalid(faults)
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -398,7 +409,10 @@ def read_model(model: Any, value: object) -> Any:
 @router.get(
     "/v1/jobs/{job}/logs",
     summary="What a worker has written",
-    description="Plain text. With follow, goes on until the worker has ended. `Berth-Next-Offset` says where to go on.",
+    description=(
+        "Plain text. With follow, goes on until the worker has ended. `Berth-Offset` is where the text begins, "
+        "`Berth-Next-Offset` (of an answer without follow) where to go on."
+    ),
     responses={
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Output, as text"},
         **problem_schema_responses((401, 404, 409, 422, 429, 503)),
@@ -424,7 +438,11 @@ async def logs(
             field="worker",
             value=worker,
         )
-    headers = {"Berth-Next-Offset": str(first.next_offset), "Berth-Attempt": str(source.attempt)}
+    headers = {
+        "Berth-Offset": str(max(0, first.next_offset - len(first.text.encode()))),
+        "Berth-Next-Offset": str(first.next_offset),
+        "Berth-Attempt": str(source.attempt),
+    }
     if not follow:
         parts = [first.text]
         answer = first

@@ -275,8 +275,8 @@ async def test_a_worker_ends_itself_when_the_lease_runs_out(runtime: Supervisors
 
 
 async def test_a_renewed_lease_keeps_a_worker_running(runtime: Supervisors) -> None:
-    runtime.renew(NODE, boottime_in(0.2))
-    await runtime.launch(a_launch("sh", "-c", "sleep 0.6; exit 5"))
+    runtime.renew(NODE, boottime_in(0.8))
+    await runtime.launch(a_launch("sh", "-c", "sleep 1.2; exit 5"))
     runtime.renew(NODE, boottime_in(60))
     assert (await next_exit(runtime)).exit_code == 5
 

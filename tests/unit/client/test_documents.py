@@ -17,6 +17,13 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
     assert document.value == expected
 
 
+@pytest.mark.parametrize("text", ["a: {b: [1, .nan]}", "a: {b: [1, -.inf]}", "a: {b: [1, 1e999]}"])
+def test_numbers_are_finite(text: str) -> None:
+    with pytest.raises(DocumentError) as caught:
+        read_yaml(text)
+    assert (caught.value.code, caught.value.field) == ("not_finite", "a.b[1]")
+
+
 def test_block_texts_and_quotes_are_kept() -> None:
     [document] = read_yaml('a: |\n  one\n  two\nb: >\n  x\n  y\nc: "t\\tab"\n? d\n: e')
     assert document.value == {"a": "one\ntwo\n", "b": "x y\n", "c": "t\tab", "d": "e"}

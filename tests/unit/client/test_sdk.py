@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import httpx
 import pytest
 
@@ -116,3 +118,14 @@ def test_a_followed_stream_goes_on_behind_its_last_event() -> None:
     assert [next(events).sequence for _ in range(3)] == [1, 2, 3]
     assert seen[-1].headers["last-event-id"] == "2"
     assert "after" not in seen[-1].url.params
+
+
+def test_a_followed_log_goes_on_where_it_was() -> None:
+    def cut() -> Iterator[bytes]:
+        yield "é1".encode()
+        raise httpx.ReadError("cut")
+
+    first = httpx.Response(200, headers={"Berth-Offset": "100"}, content=cut())
+    transport, seen = _answers(first, httpx.Response(503, json={}), httpx.Response(200, text="end"))
+    assert "".join(BerthClient("http://x", "t", transport=transport).logs("j", follow=True)) == "é1end"
+    assert [request.url.params["offset"] for request in seen] == ["0", "103", "103"]

@@ -15,8 +15,11 @@ from berth.contracts.events import (
     JobRefused,
     JobSubmitted,
     PolicyActivated,
+    PolicyApproved,
+    PolicyHeld,
     PolicyProposed,
     PolicyRejected,
+    PolicyWithdrawn,
 )
 from berth.decisions.admission import AdmissionCore
 from tests.unit.decisions.builders import START, Driver, a_node, a_policy, a_spec, of_type
@@ -115,3 +118,73 @@ def test_guarantees_above_the_installed_cards_are_refused() -> None:
     line = {"name": "floor", "class": "inference", "reserved": {"H100-80G": 17}}
     said = of_type(desk().tell(proposed(a_policy(protection=[line]), 2)), PolicyRejected)
     assert said[0].problems[0]["path"] == "protection.0.reserved.H100-80G"
+
+
+# ---------------------------------------------------------------------------------------------------------- approval
+APPROVED = {"approval": {"required_for": "protection"}}
+LINE = {"name": "reserve", "class": "inference", "reserved": {"H100-80G": 4}}
+
+
+def a_proposal(number: int, *, author: str = "ann", **policy: Any) -> PolicyProposed:
+    return PolicyProposed(proposal_id=f"p{number}", document=a_policy(**policy), author=author, why="try")
+
+
+def test_a_guarded_change_is_held_until_another_operator_approves_it() -> None:
+    driver = desk(**APPROVED)
+    said = driver.tell(a_proposal(2, protection=[LINE], **APPROVED))
+    assert [(held.proposal_id, held.author, held.based_on) for held in of_type(said, PolicyHeld)] == [("p2", "ann", 1)]
+    assert of_type(said, PolicyActivated) == []
+    again = driver.restarted()
+    assert again.tell(PolicyApproved(proposal_id="p2", approver="ann")) == [], "nobody approves their own"
+    [activated] = of_type(again.tell(PolicyApproved(proposal_id="p2", approver="bob")), PolicyActivated)
+    assert (activated.policy_version, activated.author, activated.approver) == (2, "ann", "bob")
+    kept = again.store["version", "0000000002"]
+    assert (kept["author"], kept["approver"], kept["why"]) == ("ann", "bob", "try")
+    assert again.tell(PolicyApproved(proposal_id="p2", approver="eve")) == []
+    assert len(set(again.ids)) == len(again.ids)
+
+
+def test_other_changes_need_no_approval_unless_all_do() -> None:
+    driver = desk(**APPROVED)
+    assert of_type(driver.tell(a_proposal(2, description="x", **APPROVED)), PolicyActivated)
+    lifted = driver.tell(a_proposal(3))
+    assert of_type(lifted, PolicyHeld), "one operator cannot lift the rule alone"
+    strict = desk(approval={"required_for": "all"})
+    assert of_type(strict.tell(a_proposal(2, description="x", approval={"required_for": "all"})), PolicyHeld)
+
+
+def test_a_held_proposal_falls_when_another_version_comes_first() -> None:
+    driver = desk(**APPROVED)
+    driver.tell(a_proposal(2, protection=[LINE], **APPROVED))
+    said = driver.tell(a_proposal(3, author="bob", description="x", **APPROVED))
+    [rejected] = of_type(said, PolicyRejected)
+    assert rejected.proposal_id == "p2" and "version 2" in rejected.problems[0]["fault"]
+    assert driver.tell(PolicyApproved(proposal_id="p2", approver="bob")) == []
+
+
+def test_a_held_proposal_can_be_turned_down() -> None:
+    driver = desk(**APPROVED)
+    driver.tell(a_proposal(2, protection=[LINE], **APPROVED))
+    [rejected] = of_type(
+        driver.tell(PolicyWithdrawn(proposal_id="p2", withdrawn_by="bob", why="too much")), PolicyRejected
+    )
+    assert "bob" in rejected.problems[0]["fault"] and "too much" in rejected.problems[0]["fault"]
+    assert ("proposal", "p2") not in driver.store
+
+
+def test_a_proposal_made_from_an_older_version_is_refused() -> None:
+    driver = desk()
+    driver.tell(a_proposal(2, description="x"))
+    stale = a_proposal(3, description="y").model_copy(update={"based_on": 1})
+    [rejected] = of_type(driver.tell(stale), PolicyRejected)
+    assert rejected.problems[0]["path"] == "(document)"
+    assert driver.core.policy_version == 2
+    fresh = a_proposal(4, description="y").model_copy(update={"based_on": 2})
+    assert of_type(driver.tell(fresh), PolicyActivated)
+
+
+def test_every_version_is_kept() -> None:
+    driver = desk()
+    driver.tell(a_proposal(2, description="x"), a_proposal(3, author="bob", description="y"))
+    kept = {key: body["author"] for (kind, key), body in driver.store.items() if kind == "version"}
+    assert kept == {"0000000001": "user:op", "0000000002": "ann", "0000000003": "bob"}

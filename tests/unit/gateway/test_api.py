@@ -542,6 +542,30 @@ async def test_what_is_not_there_is_a_problem_too(api: Caller) -> None:
     assert len(describe(api.app)["paths"]) > 15
 
 
+async def test_nul_characters_never_get_far(api: Caller) -> None:
+    for path in ("/v1/jobs/a%00b", "/v1/jobs?name=%00", "/v1/jobs?tenant=a%00"):
+        problem(await api("operator").get(path), 400, "invalid")
+    job = await api.submit()
+    problem(await api().post(f"/v1/jobs/{job}/cancel", json={"why": "a\x00"}), 422, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "code"),
+    [
+        ("document: {a: .nan}", "document.a", "not_finite"),
+        ("document: {a: [1, 99999999999999999999999]}", "document.a[1]", "too_large"),
+        ('document: {a: "\\0"}', "document.a", "invalid_value"),
+        ("document: []", "document", "not_a_mapping"),
+        ("documents: {}", "document", "missing_field"),
+    ],
+)
+async def test_a_policy_that_could_not_be_sent_on_is_refused(api: Caller, text: str, field: str, code: str) -> None:
+    headers = {"Content-Type": "application/yaml"}
+    answer = await api("operator").put("/v1/policy", content=text.encode(), headers=headers)
+    assert problem(answer, 422, code).field == field
+    assert api.world.store.told == []
+
+
 async def test_requests_are_measured_by_route(api: Caller) -> None:
     job = await api.submit()
     await api().get(f"/v1/jobs/{job}")

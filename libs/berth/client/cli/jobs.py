@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from berth.client.transport import Transport
 
 POLL_SECONDS: Final = 0.3
+PATIENT_TRIES: Final = 8  # as in `transport`, which is not loaded for it
 Key = Annotated[str | None, typer.Option(help="Idempotency key: the same content again is the same job.")]
 Receipt = Annotated[
     bool, typer.Option("--receipt", help="What the last decision stood on: versions, candidates, reasons, digest.")
@@ -183,6 +184,7 @@ def _submit(
             body={"jobs": jobs} if is_batch else jobs[0],
             headers={"Idempotency-Key": key or str(uuid.uuid4())},
             repeatable=True,
+            tries=PATIENT_TRIES,
         )
         taken: list[dict[str, Any]] = answer["jobs"] if is_batch else [answer]
         if not wait_:
@@ -480,7 +482,7 @@ def _wait_for(api: Transport, jobs: Sequence[str], *, timeout: float | None, as_
 
 def _until_over(api: Transport, job: str, deadline: float | None) -> dict[str, Any]:
     while True:
-        found: dict[str, Any] = api.call("GET", job_path(job, api))
+        found: dict[str, Any] = api.call("GET", job_path(job, api), tries=PATIENT_TRIES)
         if found["state"] in FINAL_STATES or (deadline is not None and time.monotonic() >= deadline):
             return found
         time.sleep(POLL_SECONDS)

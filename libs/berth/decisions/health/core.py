@@ -95,6 +95,7 @@ class InventoryCore(Core):
         self._suspect_after = timedelta(seconds=DEFAULT_SUSPECT_AFTER)
         self._lost_after = timedelta(seconds=DEFAULT_LOST_AFTER)
         self._hearing_since: datetime | None = None
+        self._is_deaf = False
         self._heard = 0
         self._cause = ""
 
@@ -163,8 +164,13 @@ class InventoryCore(Core):
             stop_seconds=self.stop_seconds,
         )
 
+    def goes_deaf(self) -> None:
+        """From now on we hear nobody (the bus is away): nobody is judged until `was_deaf`."""
+        self._is_deaf = True
+
     def was_deaf(self, *, now: datetime) -> None:
         """We were not listening until now (bus away, process stopped): silence before `now` is ours, not theirs."""
+        self._is_deaf = False
         self._hearing_since = now
         for name, ear in self._ears.items():
             ear.heard_at = max(ear.heard_at, now)
@@ -359,6 +365,9 @@ class InventoryCore(Core):
             return
         since = max(ear.heard_at, self._hearing_since or ear.heard_at)
         silent = now - since
+        if self._is_deaf:
+            self._check(record.node, ear, now + self._suspect_after)
+            return
         if record.hearing is Hearing.HEARD:
             if silent < self._suspect_after:
                 self._check(record.node, ear, since + self._suspect_after)

@@ -22,7 +22,7 @@ from berth.contracts.reasons import Code, Reason, because
 from berth.decisions.lifecycle.book import Book
 from berth.decisions.lifecycle.launch import launch_order
 from berth.decisions.lifecycle.model import JobRun, Stop, StopKind, Worker, by_node
-from berth.decisions.lifecycle.retry import Retry, after_node_fault, after_own_failure
+from berth.decisions.lifecycle.retry import FREE_STARTS, Retry, after_node_fault, after_own_failure
 from berth.decisions.lifecycle.states import JOB_TRANSITIONS, JobTrigger, WorkerPhase, WorkerTrigger, advance
 from berth.decisions.policy.document import RecoverySettings
 
@@ -182,6 +182,10 @@ def worker_over(book: Book, run: JobRun, worker: Worker) -> None:
     leaves = worker.leaves is not None and (run.workers[0] is not worker or len(run.workers) > 1)
     if spec is not None and run.stop is None and (leaves or not spec.gang) and not _all_over(run, spec):
         outcome, cause = _outcome_of(worker)
+        if outcome is AttemptOutcome.NEVER_STARTED:
+            run.unstarted += 1
+            if run.unstarted > FREE_STARTS:  # it would be placed and refused for ever; the job is tried again later
+                outcome = AttemptOutcome.FAILED
         _tell_ended(book, run, outcome, cause, worker=worker, workers=(worker.number,))
         if leaves:
             run.workers.remove(worker)

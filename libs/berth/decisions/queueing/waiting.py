@@ -5,7 +5,7 @@ Order: higher priority first, then the tenant's share where a basis is set, then
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -48,8 +48,10 @@ class WaitingSet:
             for card_type in claim.shape.types or (ANY_TYPE,):
                 self._by_type.setdefault(card_type, {}).setdefault(claim.shape, {})[claim] = group
             self.awake[claim] = group
-        insort(group.jobs, (submitted, job_id))
-        self.size += 1
+        at = bisect_left(group.jobs, (submitted, job_id))
+        if at == len(group.jobs) or group.jobs[at] != (submitted, job_id):  # workers of one job may come back singly
+            group.jobs.insert(at, (submitted, job_id))
+            self.size += 1
         return group
 
     def remove(self, claim: Claim, submitted: int, job_id: str) -> None:

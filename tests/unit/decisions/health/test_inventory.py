@@ -155,6 +155,14 @@ def test_our_own_deafness_is_not_their_silence(desk: Desk[InventoryCore]) -> Non
     assert kinds(beat(desk, 25, "n1", "n2")) == []
 
 
+def test_while_we_hear_nobody_nobody_is_judged(desk: Desk[InventoryCore]) -> None:
+    join(desk, "n1", "n2")
+    desk.core.goes_deaf()
+    assert desk.wait(3600) == []
+    desk.core.was_deaf(now=desk.now)
+    assert kinds(beat(desk, 60, "n1", "n2")) == []
+
+
 @pytest.mark.parametrize("lost_after", [6, 12, 45, 120, 300, 3600])
 def test_the_agents_lease_and_its_time_to_stop_end_before_we_call_it_lost(
     desk: Desk[InventoryCore], lost_after: int
