@@ -46,6 +46,7 @@ TITLES: Final[Mapping[str, tuple[int, str]]] = {
     "out_of_order": (409, "An earlier message comes first"),
     "method_not_allowed": (405, "The method is not allowed here"),
     "policy_rejected": (422, "The policy document was rejected"),
+    "stale": (409, "Somebody else changed it meanwhile"),
     "service_unavailable": (503, "A part of the platform does not answer"),
     "store_unavailable": (503, "The database does not answer"),
     "too_many_requests": (429, "Too many requests"),

@@ -50,6 +50,8 @@ _OTHERS: Final = frozenset(
     fact.TYPE
     for fact in (
         ev.PolicyActivated,
+        ev.PolicyHeld,
+        ev.PolicyProposed,
         ev.PolicyRejected,
         ev.NodeChanged,
     )
@@ -129,16 +131,28 @@ class ViewHandler(BatchHandler):
             self._fold_job(data.job_id, seq, lambda progress: progress.apply(event), changed)
         elif isinstance(data, ev.NodeChanged):
             await connection.execute(_NODE, data.node, sorted({g.card_type for g in data.gpus}), seq)
-        elif isinstance(data, ev.PolicyActivated):
-            await connection.execute(
-                _POLICY, data.policy_version, orjson.dumps(data.document), data.author, data.why, event.time
-            )
+        elif isinstance(data, (ev.PolicyProposed, ev.PolicyHeld, ev.PolicyActivated, ev.PolicyRejected)):
+            await self._fold_policy(connection, data, event.time)
+
+    async def _fold_policy(self, connection: asyncpg.Connection[asyncpg.Record], data: Any, at: datetime) -> None:
+        """A proposal's way. Its own event may come after admission's answer: then there is nothing left to keep."""
+        if isinstance(data, ev.PolicyProposed):
+            document = orjson.dumps(data.document)
+            await connection.execute(_PROPOSED, data.proposal_id, document, data.author, data.why, at)
+            return
+        if isinstance(data, ev.PolicyHeld):
+            await connection.execute(_HELD, data.proposal_id, data.based_on, data.required_for)
+            return
+        if isinstance(data, ev.PolicyActivated):
+            document = orjson.dumps(data.document)
+            await connection.execute(_POLICY, data.policy_version, document, data.author, data.why, at, data.approver)
             if data.proposal_id:
                 await connection.execute(_PROPOSAL, data.proposal_id, data.policy_version, None)
             self._on_change()
-        elif isinstance(data, ev.PolicyRejected):
+        else:
             problems = [*data.problems, *({"path": "", "fault": f.code.value, "remedy": f.remedy} for f in data.faults)]
             await connection.execute(_PROPOSAL, data.proposal_id, None, orjson.dumps(problems))
+        await connection.execute(_CLOSED, data.proposal_id)
 
     def _fold_job(self, job_id: str, seq: int, change: Callable[[JobProgress], bool], changed: dict[str, int]) -> None:
         known = self._views.get(job_id)
@@ -230,9 +244,18 @@ ON CONFLICT (node) DO UPDATE SET card_types = excluded.card_types, last_seq = ex
 WHERE n.card_types <> excluded.card_types AND n.last_seq < excluded.last_seq
 """
 _POLICY = """
-INSERT INTO gateway.policy (version, document, author, why, activated_at) VALUES ($1, $2, $3, $4, $5)
+INSERT INTO gateway.policy (version, document, author, why, activated_at, approver) VALUES ($1, $2, $3, $4, $5, $6)
 ON CONFLICT DO NOTHING
 """
+_PROPOSED = """
+INSERT INTO gateway.open_proposal (proposal_id, document, author, why, proposed_at)
+SELECT $1, $2, $3, $4, $5 WHERE NOT EXISTS (SELECT FROM gateway.proposal WHERE proposal_id = $1)
+ON CONFLICT DO NOTHING
+"""
+_HELD = """
+UPDATE gateway.open_proposal SET is_held = true, based_on = $2, required_for = $3 WHERE proposal_id = $1
+"""
+_CLOSED = "DELETE FROM gateway.open_proposal WHERE proposal_id = $1"
 _PROPOSAL = """
 INSERT INTO gateway.proposal (proposal_id, policy_version, problems) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING
 """

@@ -8,9 +8,10 @@ from pydantic import Field
 
 from berth.contracts.base import DisplayName, Instant, JobClass, Strict, Wire
 from berth.contracts.events import Assignment
-from berth.contracts.jobs import JobSpec, JobState
+from berth.contracts.jobs import CardType, JobSpec, JobState
 from berth.contracts.nodes import NodeState
 from berth.contracts.reasons import Reason
+from berth.contracts.requests import PolicyEffects
 
 
 class Problem(Wire):
@@ -172,11 +173,100 @@ class CancelRequest(Strict):
     why: Annotated[str, Field(max_length=1000)] = ""
 
 
+Why = Annotated[str, Field(max_length=1000)]
+
+
 class PolicyProposal(Strict):
-    """Body of a policy change."""
+    """Body of a policy change. based_on: the version it was made from; refused when another is in force by then."""
 
     document: dict[str, Any]
-    why: Annotated[str, Field(max_length=1000)] = ""
+    why: Why = ""
+    based_on: Annotated[int, Field(ge=0, strict=True)] | None = None
+
+
+class PolicyDiffRequest(Strict):
+    """Body of a comparison: with a document, or with a version. base: the version to compare with; None: the one in force."""
+
+    document: dict[str, Any] | None = None
+    version: Annotated[int, Field(ge=1, strict=True)] | None = None
+    base: Annotated[int, Field(ge=1, strict=True)] | None = None
+
+
+class PolicyDecision(Strict):
+    """Body of an approval of a held proposal, or of turning it down."""
+
+    why: Why = ""
+
+
+class QuotaChange(Strict):
+    """Body of a quota change: GPUs by card type; null takes the limit of a type away. Types left out stay as they are."""
+
+    quota: Annotated[
+        dict[CardType, Annotated[float, Field(allow_inf_nan=False, strict=True)] | None],
+        Field(min_length=1, max_length=100),
+    ]
+    why: Why = ""
+
+
+class PolicyChangeView(Wire):
+    """One difference between two policies. text: in words."""
+
+    path: str
+    before: Any = None
+    after: Any = None
+    text: str
+
+
+class PolicyDiffView(Wire):
+    """What differs, whether it may be activated, and what would follow at once.
+
+    to_version None: a document. effects: only against the version in force and where the document is right.
+    """
+
+    from_version: int
+    to_version: int | None = None
+    changes: tuple[PolicyChangeView, ...] = ()
+    problems: tuple[dict[str, str], ...] = ()
+    warnings: tuple[dict[str, str], ...] = ()
+    needs_approval: bool = False
+    effects: PolicyEffects | None = None
+
+
+class PolicyVersionView(Wire):
+    """One version: when, by whom, why, and what changed in short."""
+
+    version: int
+    activated_at: Instant
+    author: str
+    approver: str = ""
+    why: str = ""
+    changed: str = ""
+    changes: int = 0
+
+
+class PolicyHistoryView(Wire):
+    """Versions, newest first. next: pass it as `before` for older ones."""
+
+    versions: tuple[PolicyVersionView, ...] = ()
+    next: int | None = None
+
+
+class HeldProposalView(Wire):
+    """A proposal that waits for a second operator."""
+
+    proposal_id: str
+    author: str
+    why: str = ""
+    proposed_at: Instant
+    based_on: int
+    required_for: str
+    changes: tuple[PolicyChangeView, ...] = ()
+
+
+class HeldProposalList(Wire):
+    """Proposals that wait for a second operator, oldest first."""
+
+    proposals: tuple[HeldProposalView, ...] = ()
 
 
 class CordonRequest(Strict):

@@ -90,6 +90,8 @@ CONSUMES: dict[str, tuple[type[Fact], ...]] = {
         events.JobCancelled,
         events.JobReclaimed,
         events.PolicyActivated,
+        events.PolicyHeld,
+        events.PolicyProposed,
         events.PolicyRejected,
         events.NodeChanged,
     ),

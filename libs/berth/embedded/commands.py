@@ -24,7 +24,7 @@ UP_SECONDS: Final = 90.0
 DOWN_SECONDS: Final = 90.0
 EXIT_USAGE: Final = 2
 EXIT_FAILED: Final = 1
-POLICY: Final = Path(__file__).resolve().parents[3] / "policies" / "default.yaml"
+POLICY: Final = Path(__file__).resolve().parents[3] / "policies" / "mixed.yaml"
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 

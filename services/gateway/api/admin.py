@@ -1,9 +1,8 @@
-"""For operators: policy, tokens, parked messages. Tenant admins hand out tokens of their own tenant."""
+"""For operators: tokens, parked messages. Tenant admins hand out tokens of their own tenant."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Annotated, Any, Final, Literal
 
 import orjson
@@ -13,40 +12,17 @@ from starlette.responses import Response
 
 from berth.bus.errors import RequestFailed
 from berth.contracts import subjects
-from berth.contracts.api import PolicyProposal, TokenRequest
-from berth.contracts.events import PolicyProposed
-from berth.contracts.requests import PolicyCheckAnswer, PolicyCheckQuestion
+from berth.contracts.api import TokenRequest
 from services.gateway.api.deps import Deps, body_of, json_answer, unavailable
 from services.gateway.api.jobs import Caller, Parts, read_model
-from services.gateway.intake import Tell
 from services.gateway.principals import Principal, Role
 from services.gateway.problems import ApiError, Fault, invalid, problem_schema_responses, refused
-from services.gateway.store.queries import Activated
 from services.gateway.submissions import read_body
 
 router = APIRouter(tags=["administration"])
 
-WAIT_STEP_SECONDS: Final = 0.05
 PARKING: Final = ("inventory", "admission", "placement", "lifecycle", "audit", "gateway")
 ParkingService = Literal["inventory", "admission", "placement", "lifecycle", "audit", "gateway"]
-
-
-class PolicyView(BaseModel):
-    """The policy in force."""
-
-    version: int
-    document: dict[str, Any]
-    author: str
-    why: str
-    activated_at: str
-
-
-class PolicyAnswer(BaseModel):
-    """What became of a proposal. state: activated, or proposed where the answer is not in yet."""
-
-    proposal_id: str
-    state: Literal["activated", "proposed"]
-    version: int | None = None
 
 
 class TokenView(BaseModel):
@@ -108,118 +84,6 @@ class ReplayRequest(BaseModel):
 
     payload: str | None = None
     note: str = ""
-
-
-# ------------------------------------------------------------------------------------------------------------- policy
-@router.get(
-    "/v1/policy",
-    summary="The policy in force, or an earlier version",
-    responses={200: {"model": PolicyView}, **problem_schema_responses((401, 403, 404, 422, 503))},
-)
-async def show_policy(
-    deps: Parts, who: Caller, version: Annotated[int | None, Query(ge=1, le=2**62)] = None
-) -> Response:
-    if not who.sees_all:
-        await deps.deny(who, "read_policy", "policy", remedy="see berth quota for what is yours")
-    found = await deps.reads.policy(version)
-    if found is None:
-        what = "no policy yet" if version is None else f"no policy version {version}"
-        raise refused("not_found", what, remedy="berth policy apply FILE", field="version", value=version)
-    return json_answer(_policy_view(found))
-
-
-def _policy_view(found: Activated) -> dict[str, Any]:
-    return {
-        "version": found.version,
-        "document": found.document,
-        "author": found.author,
-        "why": found.why,
-        "activated_at": found.activated_at.isoformat(),
-    }
-
-
-_PROPOSAL_BODY: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            media: {"schema": {"$ref": "#/components/schemas/PolicyProposal"}}
-            for media in ("application/json", "application/yaml")
-        },
-    }
-}
-
-
-@router.put(
-    "/v1/policy",
-    summary="Propose a policy; the answer waits for its activation",
-    responses={
-        200: {"model": PolicyAnswer, "description": "In force"},
-        202: {"model": PolicyAnswer, "description": "Proposed; the answer is not in yet"},
-        **problem_schema_responses((400, 401, 403, 413, 415, 422, 503)),
-    },
-    openapi_extra=_PROPOSAL_BODY,
-)
-async def propose_policy(request: Request, deps: Parts, who: Caller) -> Response:
-    await deps.require_operator(who, "change_policy", "policy")
-    asked = await _proposal(request, deps)
-    proposal_id = deps.ids()
-    data = PolicyProposed(proposal_id=proposal_id, document=asked.document, author=who.user, why=asked.why)
-    await deps.changes.tell(Tell(data, proposal_id, who.user))
-    deadline = time.monotonic() + deps.policy_wait_seconds
-    while True:
-        answer = await deps.reads.proposal(proposal_id)
-        if answer is not None:
-            version, problems = answer
-            if version is None:
-                raise _rejected(problems)
-            await deps.catalogue.refresh()
-            return json_answer({"proposal_id": proposal_id, "state": "activated", "version": version})
-        if time.monotonic() >= deadline:
-            return json_answer({"proposal_id": proposal_id, "state": "proposed", "version": None}, status=202)
-        await asyncio.sleep(WAIT_STEP_SECONDS)
-
-
-@router.post(
-    "/v1/policy/check",
-    summary="Is a policy document right? Changes nothing",
-    responses={200: {"model": PolicyCheckAnswer}, **problem_schema_responses((400, 401, 403, 413, 415, 422, 503))},
-    openapi_extra=_PROPOSAL_BODY,
-)
-async def check_policy(request: Request, deps: Parts, who: Caller) -> Response:
-    await deps.require_operator(who, "check_policy", "policy")
-    asked = await _proposal(request, deps)
-    return json_answer(
-        await deps.ask("admission", "check_policy", PolicyCheckQuestion(document=asked.document), PolicyCheckAnswer)
-    )
-
-
-async def _proposal(request: Request, deps: Deps) -> PolicyProposal:
-    value, document = read_body(await body_of(request, deps.max_body_bytes), request.headers.get("content-type", ""))
-    if not isinstance(value, dict):
-        raise invalid([Fault("not_a_mapping", (), "a policy is a mapping", "write name: value pairs")], document)
-    proposal: PolicyProposal = read_model(PolicyProposal, value)
-    return proposal
-
-
-def _rejected(problems: list[dict[str, str]]) -> ApiError:
-    listed = [
-        {
-            "code": "policy_rejected",
-            "field": problem.get("path"),
-            "detail": problem.get("fault", ""),
-            "remedy": problem.get("remedy", ""),
-        }
-        for problem in problems
-    ]
-    first = listed[0] if listed else {"field": None, "detail": "it was rejected", "remedy": ""}
-    more = f" (and {len(listed) - 1} more)" if len(listed) > 1 else ""
-    return refused(
-        "policy_rejected",
-        f"{first['field']}: {first['detail']}{more}" if first["field"] else f"{first['detail']}{more}",
-        remedy=first["remedy"] or "mend the document; berth policy check FILE lists every fault",
-        field=first["field"],
-        errors=listed,
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens

@@ -67,13 +67,34 @@ class StoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """The newest policy."""
+    """A policy version. approver: the second operator, where one was needed."""
 
     version: int
     document: dict[str, Any]
     author: str
     why: str
     activated_at: datetime
+    approver: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldProposal:
+    """A proposed policy that waits for a second operator. based_on: the version that was in force."""
+
+    proposal_id: str
+    document: dict[str, Any]
+    author: str
+    why: str
+    proposed_at: datetime
+    based_on: int
+    required_for: str
+
+
+_SELECT_POLICY = "SELECT version, document, author, why, activated_at, approver FROM gateway.policy"
+
+
+def _activated(row: asyncpg.Record) -> Activated:
+    return Activated(row[0], orjson.loads(row[1]), *row[2:])
 
 
 class Queries:
@@ -150,11 +171,30 @@ class Queries:
         """The newest policy, or one by its version."""
         async with self._database.reader() as connection:
             row = await connection.fetchrow(
-                "SELECT version, document, author, why, activated_at FROM gateway.policy "
-                "WHERE $1::bigint IS NULL OR version = $1 ORDER BY version DESC LIMIT 1",
-                version,
+                f"{_SELECT_POLICY} WHERE $1::bigint IS NULL OR version = $1 ORDER BY version DESC LIMIT 1", version
             )
-        return None if row is None else Activated(row[0], orjson.loads(row[1]), row[2], row[3], row[4])
+        return None if row is None else _activated(row)
+
+    async def policy_versions(self, before: int | None, limit: int) -> list[Activated]:
+        """Versions below `before` (None: from the newest on), newest first."""
+        async with self._database.reader() as connection:
+            rows = await connection.fetch(
+                f"{_SELECT_POLICY} WHERE $1::bigint IS NULL OR version < $1 ORDER BY version DESC LIMIT $2",
+                before,
+                limit,
+            )
+        return [_activated(row) for row in rows]
+
+    async def held_proposals(self, proposal_id: str | None = None) -> list[HeldProposal]:
+        """Proposals that wait for a second operator, oldest first; or the one of this id, if it does."""
+        async with self._database.reader() as connection:
+            rows = await connection.fetch(
+                "SELECT proposal_id, document, author, why, proposed_at, based_on, required_for "
+                "FROM gateway.open_proposal WHERE is_held AND ($1::text IS NULL OR proposal_id = $1) "
+                "ORDER BY proposed_at, proposal_id LIMIT 1000",
+                proposal_id,
+            )
+        return [HeldProposal(row[0], orjson.loads(row[1]), *row[2:]) for row in rows]
 
     async def card_types(self) -> frozenset[str]:
         """What nodes have reported."""

@@ -88,6 +88,7 @@ class PolicyRow(SQLModel, table=True):
     author: str
     why: str
     activated_at: datetime
+    approver: str = ""
 
 
 class ProposalRow(SQLModel, table=True):
@@ -100,6 +101,22 @@ class ProposalRow(SQLModel, table=True):
     policy_version: int | None
     problems: bytes | None
     answered_at: datetime
+
+
+class OpenProposalRow(SQLModel, table=True):
+    """A proposed policy until admission's last word on it. is_held: it waits for a second operator."""
+
+    __tablename__ = "open_proposal"
+    __table_args__ = SCHEMA
+
+    proposal_id: str = Field(primary_key=True)
+    document: bytes
+    author: str
+    why: str
+    proposed_at: datetime
+    based_on: int = 0
+    required_for: str = ""
+    is_held: bool = False
 
 
 class NodeRow(SQLModel, table=True):

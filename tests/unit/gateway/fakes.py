@@ -22,7 +22,7 @@ from services.gateway.intake import Accepted, Cancel, KeyConflict, Submission, T
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.principals import Principal, Role
 from services.gateway.progress import JobProgress
-from services.gateway.store.queries import Activated, JobFilter, StoredJob, StoredToken
+from services.gateway.store.queries import Activated, HeldProposal, JobFilter, StoredJob, StoredToken
 
 TOKENS = {
     "member": Principal("member-a", "team-a", Role.MEMBER),
@@ -52,6 +52,7 @@ class FakeStore:
         self.token_rows: list[StoredToken] = []
         self.policies: list[Activated] = []
         self.proposals: dict[str, tuple[int | None, list[dict[str, str]]]] = {}
+        self.held: list[HeldProposal] = []
         self.span_rows: dict[tuple[str, str], bytes] = {}
         self.on_tell: Callable[[Tell], None] = lambda _: None
 
@@ -154,6 +155,12 @@ class FakeStore:
     async def policy(self, version: int | None = None) -> Activated | None:
         found = [p for p in self.policies if version in {None, p.version}]
         return found[-1] if found else None
+
+    async def policy_versions(self, before: int | None, limit: int) -> list[Activated]:
+        return [p for p in reversed(self.policies) if before is None or p.version < before][:limit]
+
+    async def held_proposals(self, proposal_id: str | None = None) -> list[HeldProposal]:
+        return [held for held in self.held if proposal_id in {None, held.proposal_id}]
 
     async def card_types(self) -> frozenset[str]:
         return frozenset()

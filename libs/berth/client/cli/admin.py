@@ -1,103 +1,27 @@
-"""Commands for operators: policy, tokens, parked messages."""
+"""Commands for operators: tokens, parked messages."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from berth.client.cli.session import (
-    NEGATIVE,
     Json,
     age,
     connect,
     console,
-    leave,
     print_json,
     print_table,
     say,
-    usage,
 )
 
-policy_app = typer.Typer(help="The policy of the pool.", no_args_is_help=True)
 parked_app = typer.Typer(help="Messages that a service could not take in.", no_args_is_help=True)
 token_app = typer.Typer(help="Who may call.", no_args_is_help=True)
 
-File = Annotated[str, typer.Argument(metavar="FILE|-", help="The document, YAML or JSON.")]
 Service = Annotated[str, typer.Argument(metavar="SERVICE")]
 Number = Annotated[int, typer.Argument(metavar="ID", min=1)]
-
-
-# ------------------------------------------------------------------------------------------------------------- policy
-@policy_app.command("show")
-def policy_show(
-    version: Annotated[int | None, typer.Option(min=1, help="An earlier version.")] = None, as_json: Json = False
-) -> None:
-    """The policy in force, as YAML."""
-    with connect() as api:
-        found = api.call("GET", "/v1/policy", params={"version": version})
-    if as_json:
-        print_json(found)
-        return
-    import yaml
-
-    why = f": {found['why']}" if found["why"] else ""
-    sys.stdout.write(f"# version {found['version']}, {found['activated_at']}, by {found['author']}{why}\n")
-    sys.stdout.write(yaml.safe_dump(found["document"], sort_keys=False, allow_unicode=True))
-
-
-@policy_app.command("check")
-def policy_check(file: File, as_json: Json = False) -> None:
-    """Every fault of a document; changes nothing. Exit 1 where there is one."""
-    document = _document(file)
-    with connect() as api:
-        found = api.call("POST", "/v1/policy/check", body={"document": document}, repeatable=True)
-    if as_json:
-        print_json(found)
-    else:
-        for problem in found["problems"]:
-            console().print(f"{problem['path']}: {problem['fault']} → {problem['remedy']}", markup=False)
-        if found["is_valid"]:
-            print("the document is right")
-    if not found["is_valid"]:
-        leave(NEGATIVE)
-
-
-@policy_app.command("apply")
-def policy_apply(
-    file: File,
-    reason: Annotated[str, typer.Option("--why", help="For the record.")] = "",
-    as_json: Json = False,
-) -> None:
-    """Put a policy in force."""
-    document = _document(file)
-    with connect() as api:
-        found = api.call("PUT", "/v1/policy", body={"document": document, "why": reason}, repeatable=False)
-    if as_json:
-        print_json(found)
-    elif found["state"] == "activated":
-        print(f"policy version {found['version']} is in force")
-    else:
-        print("proposed; the answer is not in yet: berth policy show")
-
-
-def _document(file: str) -> dict[str, Any]:
-    from berth.client.documents import read_yaml
-
-    if file == "-":
-        text = sys.stdin.buffer.read()
-    else:
-        path = Path(file)
-        if not path.is_file():
-            usage(f"no file {file}")
-        text = path.read_bytes()
-    documents = read_yaml(text)
-    if len(documents) != 1 or not isinstance(documents[0].value, dict):
-        usage(f"{file}: a policy is one mapping")
-    document: dict[str, Any] = documents[0].value
-    return document
 
 
 # ------------------------------------------------------------------------------------------------------------- parked
@@ -234,7 +158,6 @@ def whoami(as_json: Json = False) -> None:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.add_typer(policy_app, name="policy")
     app.add_typer(parked_app, name="parked")
     app.add_typer(token_app, name="token")
     app.command("whoami")(whoami)

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from berth.client.cli import admin, jobs, pool, record
+from berth.client.cli import admin, jobs, policy, pool, record
 from berth.client.cli.session import Json, chosen, explain, print_json
 
 EMBEDDED: Final = frozenset({"up", "down", "status", "demo", "scenarios"})
@@ -64,6 +64,7 @@ def version(as_json: Json = False) -> None:
 
 jobs.register(app)
 pool.register(app)
+policy.register(app)
 admin.register(app)
 record.register(app)
 

@@ -63,7 +63,7 @@ def _unit(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value:.0f}{unit}"
 
 
-def quota(tenant: Annotated[str | None, typer.Option(help="Of one tenant.")] = None, as_json: Json = False) -> None:
+def show_quota(tenant: str | None, *, as_json: bool) -> None:
     """Quota, use and waiting demand by tenant and card type, in GPUs."""
     with connect() as api:
         found = api.call("GET", "/v1/quota", params={"tenant": tenant})
@@ -176,7 +176,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("nodes")(nodes)
     app.command("gpus")(gpus)
-    app.command("quota")(quota)
     app.command("tenants")(tenants)
     app.command("events")(events)
     app.command("cordon")(cordon)

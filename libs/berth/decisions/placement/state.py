@@ -207,6 +207,7 @@ class State:
     def _promise(self, plan: Plan, sign: int) -> None:
         for card_type, amount in plan.needs.items():
             self.books.quota.of(plan.tenant, card_type).claimed += sign * amount
+            self.books.quota.version += 1
 
     # -------------------------------------------------------------------------------------------- tell and record
     def touch(self, job: Job) -> None:
@@ -355,7 +356,7 @@ class State:
 
 
 def _number(amount: Amount) -> int | str:
-    return amount if isinstance(amount, int) else str(amount)
+    return amount if isinstance(amount, int) else str(amount) if amount.denominator != 1 else amount.numerator
 
 
 def _amount(value: int | str) -> Amount:
