@@ -96,6 +96,7 @@ async def _host(
     pool = context.settings.pool
     for node in deps.nodes.values():
         await adopt_workers(node, deps)
+    deps.reporter.tell_kept()
     deps.journal.flush()
     deps.metrics = AgentMetrics(context.registry)
     deps.metrics.watch(deps)

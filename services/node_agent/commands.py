@@ -12,6 +12,7 @@ from berth.bus.message import Message
 from berth.bus.multi_puller import MultiPuller
 from berth.contracts.commands import LaunchWorkers, ReconcileNode, StopWorkers
 from berth.contracts.envelope import HEADER_TRACE, HEADER_TYPE, Envelope, UnknownTypeError, decode
+from berth.runtime.faults import fault_point
 from berth.telemetry.logs import get_logger
 from berth.telemetry.tracing import BatchSpan, batch_span, event_span
 from services.node_agent.deps import Deps
@@ -59,6 +60,7 @@ class CommandLoop:
             handled = [message for message in messages if self._handle(message, span)]
             starts, deps.starts = deps.starts, []
             deps.journal.flush()  # a killed agent must know what it was about to start
+            await fault_point(f"{SERVICE}.before_start")
             if isinstance(deps.runtime, SimulatedWorkers):
                 for start in starts:
                     await start  # done at once: tasks would cost more than the work
@@ -66,6 +68,7 @@ class CommandLoop:
                 for start in starts:
                     deps.spawn(start)
             await deps.journal.durable()
+        await fault_point(f"{SERVICE}.between_start_and_ack")
         self._puller.ack(handled)
 
     def _handle(self, message: Message, span: BatchSpan) -> bool:

@@ -74,6 +74,8 @@ class Node:
         self._domain = domain
         self._is_shareable = is_shareable
         self._runtime = runtime
+        self._carried_out: dict[str, float] = {}
+        """Stops and reconcilings of this session -> when they expire."""
         self._by_attempt: dict[tuple[str, int], list[Worker]] = {}
         self._live: dict[WorkerKey, Worker] = {}
 
@@ -151,6 +153,16 @@ class Node:
         """Why this command was refused before; None if it was not."""
         entry = self._journal.get(REFUSED, f"{self.name}/{command_id}")
         return None if entry is None else Reason.model_validate(entry["reason"])
+
+    def is_repeated(self, command_id: str, expires_at: float) -> bool:
+        """Whether this stop or reconciling was carried out in this session before; from now on it was.
+
+        A bus that restarts sends all commands of the last minutes again. In a later session they are refused by epoch.
+        """
+        if command_id in self._carried_out:
+            return True
+        self._carried_out[command_id] = expires_at
+        return False
 
     def forget_old(self, now: float) -> None:
         """Drop what no repeated command can ask for any more. `now`: the platform's clock, seconds since 1970."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 from urllib.parse import quote
 
@@ -16,6 +16,7 @@ from berth.bus.errors import TransientError
 from berth.bus.publisher import Outgoing, Publisher, PubResult
 from berth.contracts import subjects
 from berth.contracts.envelope import HEADER_TENANT, HEADER_TRACE, HEADER_TYPE, Fact
+from berth.runtime.faults import fault_point
 from berth.telemetry.logs import get_logger
 from services.node_agent.journal import Journal
 from services.node_agent.workers import Report, Worker
@@ -27,6 +28,9 @@ disk once per batch. An idle node's report is never held back."""
 GATHER_SECONDS: Final = 0.02
 PUBLISH_DEADLINE_SECONDS: Final = 5.0
 
+KEPT: Final = "report"
+"""Kind of journal entry of a report that is not confirmed."""
+
 OnStored = Callable[[], None]
 
 
@@ -36,8 +40,8 @@ _quoted = lru_cache(maxsize=1024)(quote)
 class Reporter:
     """Sends reports in the order they were handed in; nothing is sent before the journal has it on disk.
 
-    What cannot be sent now waits here and, as records of workers, in the journal; after a restart it is told again
-    under the same ids.
+    What is not confirmed yet is in the journal, so that it is told again after a restart, under the same id: reports on
+    workers follow from the records of workers, all others are kept as they are until the bus has them.
     """
 
     def __init__(self, publisher: Publisher, journal: Journal, *, pool: str) -> None:
@@ -63,9 +67,50 @@ class Reporter:
         correlation: str = "",
         cause: str = "",
         trace: str = "",
-        on_stored: OnStored | None = None,
     ) -> None:
-        """Hand in one report. `event_id` is the same whenever the same thing is told."""
+        """Hand in one report that follows from no record: it is kept until the bus has it.
+
+        `event_id` is the same whenever the same thing is told.
+        """
+        outgoing = self._encoded(
+            fact,
+            entity=entity,
+            event_id=event_id,
+            time=time,
+            tenant=tenant,
+            correlation=correlation,
+            cause=cause,
+            trace=trace,
+        )
+        kept = {"subject": outgoing.subject, "headers": outgoing.headers, "payload": outgoing.data.decode()}
+        self._journal.put(KEPT, event_id, kept)
+        self._hand_in(outgoing, partial(self._journal.remove, KEPT, event_id))
+
+    def tell_kept(self) -> None:
+        """Hand in what an earlier agent could not see confirmed."""
+        for event_id, kept in self._journal.entries(KEPT):
+            subject, headers, payload = kept["subject"], kept["headers"], kept["payload"]
+            assert isinstance(headers, dict)
+            outgoing = Outgoing(str(subject), str(payload).encode(), event_id, headers)
+            self._hand_in(outgoing, partial(self._journal.remove, KEPT, event_id))
+
+    def _hand_in(self, outgoing: Outgoing, on_stored: OnStored | None) -> None:
+        self._waiting.append((outgoing, on_stored))
+        self._arrived.set()
+        self._emptied.clear()
+
+    def _encoded(
+        self,
+        fact: Fact,
+        *,
+        entity: str,
+        event_id: str,
+        time: datetime,
+        tenant: str,
+        correlation: str,
+        cause: str,
+        trace: str,
+    ) -> Outgoing:
         head = {
             "specversion": "1.0",
             "id": event_id,
@@ -89,14 +134,12 @@ class Reporter:
             headers[HEADER_TRACE] = trace
         subject = subjects.event(self._pool, type(fact), entity)
         payload = orjson.dumps(head)[:-1] + b',"data":' + body + b"}"
-        self._waiting.append((Outgoing(subject, payload, event_id, headers), on_stored))
-        self._arrived.set()
-        self._emptied.clear()
+        return Outgoing(subject, payload, event_id, headers)
 
     def tell_worker(self, worker: Worker, report: Report, on_stored: OnStored | None = None) -> None:
         """Report on a worker; its id follows from worker and kind of report."""
         time = getattr(report, "started_at", None) or getattr(report, "ended_at", None)
-        self.tell(
+        outgoing = self._encoded(
             report,
             entity=worker.job_id,
             event_id=f"{worker.job_id}.{worker.attempt}-{worker.worker}.{type(report).__name__}",
@@ -105,8 +148,8 @@ class Reporter:
             correlation=worker.job_id,
             cause=worker.command_id,
             trace=worker.trace,
-            on_stored=on_stored,
         )
+        self._hand_in(outgoing, on_stored)
 
     @property
     def backlog(self) -> int:
@@ -128,7 +171,9 @@ class Reporter:
                 continue
             self._in_flight = len(batch)
             await self._journal.durable()
+            await fault_point("node_agent.before_publish")
             await self._publish(batch)
+            await fault_point("node_agent.between_publish_and_note")
             self._in_flight = 0
             if len(batch) >= BUSY_FROM and len(self._waiting) < BATCH:
                 await asyncio.sleep(GATHER_SECONDS)

@@ -19,6 +19,7 @@ from berth.testing.platform import TestPlatform
 from tests.chaos.users import Users
 
 POINTS: Final = ("before_commit", "between_commit_and_publish", "between_publish_and_ack")
+AGENT_POINTS: Final = ("before_start", "between_start_and_ack", "before_publish", "between_publish_and_note")
 STRIKE_SECONDS: Final = 20.0
 RECOVER_SECONDS: Final = 60.0
 
@@ -188,7 +189,7 @@ def short_list() -> list[Fault]:
         KillAtPoint(STATEFUL, POINTS[0], 2),
         KillNats(),
         KillAtPoint(STATEFUL, POINTS[1], 2),
-        Kill("node_agent"),
+        KillAtPoint(("node_agent",), "before_start"),
         KillPostgres(),
         KillAtPoint(STATEFUL, POINTS[2], 2),
         KillGatewayMidRequest(),
@@ -203,6 +204,7 @@ def every_fault(chance: random.Random) -> Iterator[Fault]:
             KillAtPoint((service,), point, chance.choice((1, 1, 2, 5))) for service in STATEFUL for point in POINTS
         ]
         turn += [KillAtPoint(STATEFUL, point, chance.choice((1, 3))) for point in POINTS]
+        turn += [KillAtPoint(("node_agent",), point, chance.choice((1, 2, 5))) for point in AGENT_POINTS]
         turn += [Kill(service) for service in SERVICES] + [Kill("node_agent")]
         turn += [KillGatewayMidRequest(chance.choice((5, 20, 60))) for _ in range(3)]
         turn += [KillNats(), KillNats(), KillPostgres(), KillPostgres(), KillPostgresBackend(), KillEverything()]

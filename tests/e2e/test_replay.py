@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import yaml
 
@@ -56,13 +57,13 @@ def record(platform: TestPlatform, tmp_path_factory: pytest.TempPathFactory) -> 
     policy["tenants"]["research"]["quota"]["H100-80G"] = 7
     policy["defaults"]["recovery"]["max_restarts"] = 1
     with BerthClient(platform.url, platform.token) as client:
+        long = client.submit_batch(jobs(3, ["sleep", "600"])).jobs
         client.submit_batch(jobs(120, ["sleep", "0.2"]))
         client.submit_batch(jobs(20, ["false"], max_restarts=1))
         client.submit_batch(jobs(10, ["true"], gpus=8, workers=9))
         for service in DECIDING:
             replace(platform, service)
             client.submit_batch(jobs(30, ["sleep", "0.1"], tenant="product", workers=2))
-        long = client.submit_batch(jobs(4, ["sleep", "600"], gpus=4)).jobs
         for job in long:
             client.cancel(job.job_id)
         (path.parent / "policy.yaml").write_text(yaml.safe_dump(policy))
@@ -103,6 +104,35 @@ def test_one_byte_of_one_event_is_found(record: Path, offline: Berth, tmp_path: 
     text = offline("replay", str(changed), expect=1)
     assert "first difference: admission, commit" in text
     assert '"max_restarts":2' in text.partition("actual")[2]
+
+
+def test_the_last_decision_shows_what_it_stood_on(record: Path, platform: TestPlatform) -> None:
+    berth = Berth(platform.layout.home)
+    events = [line for line in read(record) if isinstance(line, RecordedEvent) and "job.placed" in line.type]
+    placed = orjson.loads(events[-1].payload)
+    said = berth.json("show", placed["subject"], "--receipt")
+    [receipt] = said["receipts"]
+    assert receipt["decision"] == "place"
+    assert receipt["event_id"] == placed["id"]
+    assert receipt["digest"] == placed["data"]["receipt"]["digest"]
+    assert receipt["policy_version"] == 2
+    assert any(candidate["chosen"] for candidate in receipt["candidates"])
+    text = berth("why", placed["subject"], "--receipt")
+    assert text.startswith("place by placement")
+    assert receipt["digest"] in text
+
+
+def test_every_decision_of_the_record_has_a_receipt(record: Path) -> None:
+    kinds = ("job.admitted", "job.refused", "job.placed", "job.waiting", "job.stopping")
+    seen = dict.fromkeys(kinds, 0)
+    for line in read(record):
+        kind = line.type.removeprefix("berth.").removesuffix(".v1") if isinstance(line, RecordedEvent) else ""
+        if isinstance(line, RecordedEvent) and kind in seen:
+            receipt = orjson.loads(line.payload)["data"]["receipt"]
+            assert len(receipt["digest"]) == 16
+            assert receipt["decisions_version"]
+            seen[kind] += 1
+    assert all(seen.values()), seen
 
 
 def test_the_record_holds_every_commit_and_event_once(record: Path) -> None:

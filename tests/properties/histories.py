@@ -354,7 +354,7 @@ class Histories(RuleBasedStateMachine):
         Histories.seen.update(self.verbs)
 
 
-def history_settings(count: int, *, steps: int = 50) -> settings:
+def history_settings(count: int, *, steps: int = 65) -> settings:
     """So many histories, whatever time each takes."""
     return settings(
         max_examples=count,
@@ -362,7 +362,7 @@ def history_settings(count: int, *, steps: int = 50) -> settings:
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
-        derandomize="BERTH_HISTORIES" not in os.environ,
+        derandomize="HISTORIES" not in os.environ,
         print_blob=True,
     )
 

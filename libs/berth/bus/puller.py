@@ -302,6 +302,11 @@ class Puller:
         return 0
 
     @property
+    def waiting(self) -> int:
+        """Messages that have arrived and were not taken yet."""
+        return len(self._inbox.messages)
+
+    @property
     def last_received(self) -> int | None:
         """Highest stream sequence received so far (contiguous readers only)."""
         return self._last_seq

@@ -24,10 +24,15 @@ def encode_headers(headers: Mapping[str, str]) -> bytes:
     Raises:
         ValueError: a name or value holds a control character (it could forge another header).
     """
-    for name, value in headers.items():
-        if not (name.isprintable() and value.isprintable()) or ":" in name or " " in name:
-            raise ValueError(f"header {name!r} is not printable")
-    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+    names = "".join(headers)
+    if not (names.isprintable() and "".join(headers.values()).isprintable()) or ":" in names or " " in names:
+        wrong = next(name for name, value in headers.items() if not _is_header(name, value))
+        raise ValueError(f"header {wrong!r} is not printable")
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
+
+
+def _is_header(name: str, value: str) -> bool:
+    return name.isprintable() and value.isprintable() and ":" not in name and " " not in name
 
 
 def encode_publish(subject: bytes, reply: bytes, fields: bytes, data: bytes) -> bytes:

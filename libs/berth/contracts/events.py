@@ -128,6 +128,22 @@ class AccessDenied(Fact, kind="access", fact="denied", owners="gateway"):
     at: Instant
 
 
+class Receipt(Wire):
+    """Why a decision came out as it did: versions it was made on, what was looked at (bounded), and a digest.
+
+    state_version: number of events applied before it. candidates: the winner and runners-up with scores. filtered: how many
+    nodes each filter removed. digest: of inputs and outcome; a re-run must give the same.
+    """
+
+    policy_version: int = 0
+    state_version: int = 0
+    decisions_version: str = ""
+    candidates: tuple[dict[str, Any], ...] = ()
+    filtered: dict[str, int] = Field(default_factory=dict)
+    reasons: tuple[Reason, ...] = ()
+    digest: str = ""
+
+
 # -------------------------------------------------------------------------------------------------- admission
 class JobRefused(Fact, kind="job", fact="refused", owners="admission"):
     """The job may never compete; final."""
@@ -135,6 +151,7 @@ class JobRefused(Fact, kind="job", fact="refused", owners="admission"):
     job_id: Token
     reasons: tuple[Reason, ...]
     policy_version: int
+    receipt: Receipt = Receipt()
 
 
 class JobHeld(Fact, kind="job", fact="held", owners="admission"):
@@ -143,6 +160,7 @@ class JobHeld(Fact, kind="job", fact="held", owners="admission"):
     job_id: Token
     reasons: tuple[Reason, ...]
     policy_version: int
+    receipt: Receipt = Receipt()
 
 
 class JobAdmitted(Fact, kind="job", fact="admitted", owners="admission serving"):
@@ -153,6 +171,7 @@ class JobAdmitted(Fact, kind="job", fact="admitted", owners="admission serving")
     submitted_at: Instant
     submitted_by: str
     policy_version: int
+    receipt: Receipt = Receipt()
 
 
 class ServiceAdmitted(Fact, kind="service", fact="admitted", owners="admission"):
@@ -163,6 +182,7 @@ class ServiceAdmitted(Fact, kind="service", fact="admitted", owners="admission")
     submitted_at: Instant
     submitted_by: str
     policy_version: int
+    receipt: Receipt = Receipt()
 
 
 class AdmissionWithdrawn(Fact, kind="job", fact="admission_withdrawn", owners="admission"):
@@ -217,22 +237,6 @@ class Assignment(Wire):
     gpu_milli: int = 1000
     memory_mib: int | None = None
     slice: str | None = None
-
-
-class Receipt(Wire):
-    """Why a decision came out as it did: versions it was made on, what was looked at (bounded), and a digest.
-
-    state_version: number of events applied before it. candidates: the winner and runners-up with scores. filtered: how many
-    nodes each filter removed. digest: of inputs and outcome; a re-run must give the same.
-    """
-
-    policy_version: int = 0
-    state_version: int = 0
-    decisions_version: str = ""
-    candidates: tuple[dict[str, Any], ...] = ()
-    filtered: dict[str, int] = Field(default_factory=dict)
-    reasons: tuple[Reason, ...] = ()
-    digest: str = ""
 
 
 class JobPlaced(Fact, kind="job", fact="placed", owners="placement"):
@@ -337,6 +341,7 @@ class JobStopping(Fact, kind="job", fact="stopping", owners="lifecycle"):
     by: str = ""
     grace_seconds: int = 0
     workers: tuple[int, ...] | None = None
+    receipt: Receipt = Receipt()
 
 
 class AttemptOutcome(StrEnum):

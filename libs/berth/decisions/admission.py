@@ -26,6 +26,7 @@ from berth.contracts.events import (
     PolicyProposed,
     PolicyRejected,
     PolicyWithdrawn,
+    Receipt,
     ServiceAdmitted,
 )
 from berth.contracts.jobs import JobSpec
@@ -41,6 +42,7 @@ from berth.decisions.policy.check import SHORTEST_LOST_AFTER, check, warnings
 from berth.decisions.policy.document import Policy
 from berth.decisions.policy.problem import Problem
 from berth.decisions.quota.book import QuotaBook
+from berth.decisions.receipts import make_receipt
 
 CANCELS_KEPT = timedelta(days=7)
 """How long a cancel request for an unknown job is kept: as long as the stream could still bring that job."""
@@ -71,6 +73,7 @@ class AdmissionCore(Core):
         self.fleet = Fleet()
         self.policy = Policy()
         self._policy_version = 0
+        self._state_version = 0
         self._quota = QuotaBook()
         self._held: dict[str, JobSubmitted] = {}
         self._held_trace: dict[str, str] = {}
@@ -90,6 +93,11 @@ class AdmissionCore(Core):
         }
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What its answers depend on besides events."""
+        return {"shortest_lost_after": self._shortest_lost_after}
+
+    @property
     def policy_version(self) -> int:
         """Version of the policy in force; 0: none yet."""
         return self._policy_version
@@ -100,6 +108,8 @@ class AdmissionCore(Core):
         if handler is not None:
             self._now = now
             handler(event)
+            self._state_version += 1
+            self._records["meta", "counters"] = {"state_version": self._state_version}
 
     def settle(self, *, now: datetime) -> Settled:
         """Hand over answers; decide about held jobs once a policy is in force."""
@@ -277,13 +287,10 @@ class AdmissionCore(Core):
             return
         self._held[data.job_id] = data
         self._held_trace[data.job_id] = event.traceparent
+        reasons = (because(Code.NO_POLICY, remedy="propose a policy: `berth policy apply FILE`"),)
         self._emit(
             data,
-            JobHeld(
-                job_id=data.job_id,
-                reasons=(because(Code.NO_POLICY, remedy="propose a policy: `berth policy apply FILE`"),),
-                policy_version=0,
-            ),
+            JobHeld(job_id=data.job_id, reasons=reasons, policy_version=0, receipt=self._receipt(data, "hold")),
             trace=event.traceparent,
             cause=event.id,
         )
@@ -302,7 +309,12 @@ class AdmissionCore(Core):
             return
         reasons = self._refusals(data.spec)
         if reasons:
-            refused = JobRefused(job_id=data.job_id, reasons=tuple(reasons), policy_version=self._policy_version)
+            refused = JobRefused(
+                job_id=data.job_id,
+                reasons=tuple(reasons),
+                policy_version=self._policy_version,
+                receipt=self._receipt(data, "refuse", ",".join(reason.code for reason in reasons)),
+            )
             self._emit(data, refused, trace=trace, cause=cause)
             return
         # a service itself never competes: its replicas do, and serving admits them as they are wanted
@@ -313,8 +325,14 @@ class AdmissionCore(Core):
             submitted_at=data.submitted_at,
             submitted_by=data.submitted_by,
             policy_version=self._policy_version,
+            receipt=self._receipt(data, "admit"),
         )
         self._emit(data, admitted, trace=trace, cause=cause)
+
+    def _receipt(self, job: JobSubmitted, outcome: str, detail: str = "") -> Receipt:
+        return make_receipt(
+            f"{outcome}|{job.job_id}|{detail}", policy_version=self._policy_version, state_version=self._state_version
+        )
 
     def _emit(self, job: JobSubmitted, data: Fact, *, trace: str, cause: str) -> None:
         self._out.emit(data, job.job_id, tenant=job.spec.tenant, actor="service:admission", trace=trace, cause=cause)
@@ -421,6 +439,8 @@ class AdmissionCore(Core):
                 self.fleet.change(NodeChanged.model_validate(body))
             elif kind == "held":
                 held.append((JobSubmitted.model_validate(body["submitted"]), body))
+            elif kind == "meta":
+                self._state_version = body["state_version"]
             elif kind == "cancel":
                 cancels.append((body[0], key, body[1]))
             elif kind == "proposal":

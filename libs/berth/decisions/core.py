@@ -116,6 +116,11 @@ class Core(ABC):
         """Rebuild the state from (kind, key, body) with bodies as parsed JSON. Called once, on a fresh core."""
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of its constructor that decisions depend on, as JSON values: recorded for replay."""
+        return {}
+
+    @property
     @abstractmethod
     def policy_version(self) -> int:
         """Version of the policy in force in this core; 0: none yet."""

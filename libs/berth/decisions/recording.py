@@ -68,6 +68,7 @@ class Note:
     """What of a batch does not follow from its stream range and clock.
 
     sums: one for each emission, in order. loaded: the core was rebuilt from its records at this instant, right before.
+    settings: what it was made with then.
     took: sequences of the events that were applied; None: every event in the range that the core consumes.
     before, after: events that did not come out of the stream's range, as JSON, applied before and after it (parked
     messages that an operator had replayed; input of the service itself).
@@ -75,6 +76,7 @@ class Note:
 
     sums: Sequence[int] = ()
     loaded: datetime | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
     took: Sequence[int] | None = None
     before: list[bytes] = field(default_factory=list)
     after: list[bytes] = field(default_factory=list)
@@ -86,6 +88,8 @@ class Note:
             found["sums"] = self.sums
         if self.loaded is not None:
             found["loaded"] = self.loaded
+            if self.settings:
+                found["settings"] = self.settings
         if self.took is not None:
             found["took"] = self.took
         for name, events in (("before", self.before), ("after", self.after)):
@@ -104,6 +108,7 @@ class Note:
         return cls(
             sums=tuple(found.get("sums", ())),
             loaded=None if loaded is None else datetime.fromisoformat(loaded),
+            settings=found.get("settings") or {},
             took=None if found.get("took") is None else tuple(found["took"]),
             before=_encoded(found.get("before", ())),
             after=_encoded(found.get("after", ())),

@@ -71,6 +71,8 @@ SETTINGS: Mapping[str, str] = {
     "max_logical_replication_workers": "0",
     "max_wal_senders": "4",
     "update_process_title": "off",
+    # Hints to the kernel to write other pages out early are calls to the disk that nothing here needs.
+    "bgwriter_flush_after": "0",
     "autovacuum_naptime": "15s",
     "autovacuum_vacuum_cost_limit": "1000",
     "log_line_prefix": "%m [%p] %a ",

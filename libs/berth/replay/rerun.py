@@ -21,7 +21,7 @@ from berth.decisions.core import DECISIONS_VERSION, Core, Emission
 from berth.decisions.recording import Tally, emission_body, event_id, stored_body
 from berth.replay.record_file import BadRecord, Commit, End, Header, Line, RecordedEvent, State
 
-CoreFactory = Callable[[], Core]
+CoreFactory = Callable[..., Core]
 _DATA = b',"data":'
 SHOWN_BYTES = 600
 
@@ -112,9 +112,9 @@ class _Seat:
     records: dict[tuple[str, str], bytes] = field(default_factory=dict)
     waiting: deque[RecordedEvent] = field(default_factory=deque)
 
-    def rebuild(self, now: datetime) -> Core:
+    def rebuild(self, now: datetime, settings: dict[str, Any]) -> Core:
         """A fresh core from what was stored, in the order in which the database gives it."""
-        self.core = self.make()
+        self.core = self.make(**settings)
         self.core.restore([(k, key, orjson.loads(self.records[k, key])) for k, key in sorted(self.records)], now=now)
         return self.core
 
@@ -250,7 +250,7 @@ class Rerun:
         note, now = commit.note, commit.clock
         core = seat.core
         if core is None or note.loaded is not None:
-            core = seat.rebuild(note.loaded or now)
+            core = seat.rebuild(note.loaded or now, note.settings)
             self.verdict.restarts += 1
         for payload in note.before:
             self._apply(core, commit, payload, None)

@@ -310,7 +310,7 @@ def _policy(one: int, two: int) -> dict[str, Any]:
             "preemption": preemption,
             "recovery": {
                 "suspect_after": 10,
-                "lost_after": 45,
+                "lost_after": 90,
                 "max_restarts": 2,
                 "backoff": {"first": 2, "factor": 2, "max": 60},
             },

@@ -71,6 +71,11 @@ class CoreHandler(BatchHandler, Generic[C]):
         records = [(record.kind, record.key, stored_body(record)) for record in settled.records]
         return Outcome(settled.emissions, records, settled.timers)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The core's."""
+        return self.core.settings
+
     def next_timer(self) -> datetime | None:
         """The core's."""
         return self.core.next_timer()

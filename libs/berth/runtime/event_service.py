@@ -62,6 +62,10 @@ FIRST_RETRY_SECONDS: Final = 0.05
 LAST_RETRY_SECONDS: Final = 2.0
 RENEW_AFTER: Final = CHECKPOINT_EVERY + timedelta(minutes=1)
 PATIENCE_FOR_QUIET: Final = timedelta(hours=1)
+BUSY_FROM: Final = 32
+BUSY_GATHER_SECONDS: Final = 0.02
+"""A batch of so many messages says that more are coming, and then it pays to let them gather: each batch costs a sync of
+the database's disk and up to four of the bus's, however many messages are in it. An idle service never waits."""
 OFF_LOOP_FROM: Final = 8
 """A pass over so many messages runs in a thread, so that leases and health are answered meanwhile; below, the hop would
 cost more than the pass."""
@@ -119,6 +123,11 @@ class BatchHandler(ABC):
     def given(self) -> list[bytes]:
         """Events, as JSON, that calls of `change` handed in since the last call: recorded, so that replay has them."""
         return []
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decisions depend on besides events and records; recorded with each start."""
+        return {}
 
     def next_timer(self) -> datetime | None:
         """When to settle without a message; None: never."""
@@ -292,7 +301,8 @@ class EventService(Generic[H]):
                     messages = await puller.next(self._patience())
                     if messages and handler.gather_seconds and len(messages) < BATCH:
                         await asyncio.sleep(handler.gather_seconds)
-                        messages += await puller.next(0.0)
+                        if puller.waiting:  # else it might raise, and what was taken would be lost
+                            messages += await puller.next(0.0)
                 except BusTransientError as error:
                     self._log.warning("cannot take in events", reason=str(error))
                     await asyncio.sleep(LAST_RETRY_SECONDS)
@@ -302,6 +312,8 @@ class EventService(Generic[H]):
                 async with self._lock:
                     await self._renew(is_idle=not messages)
                     await self._work(puller, messages)
+                if len(messages) >= BUSY_FROM and puller.waiting < BATCH:
+                    await asyncio.sleep(BUSY_GATHER_SECONDS)
 
     async def _renew(self, *, is_idle: bool) -> None:
         """Once a day make a recorded handler anew from its records, in a quiet moment if one comes within the hour."""
@@ -439,7 +451,7 @@ class EventService(Generic[H]):
             replays = await tx.take_replays() if self._database.parked_changed.is_set() else []
             fresh = await tx.new_ids([item.event_id for item in taken]) if taken else set()
             causes: dict[str, tuple[str | None, str | None]] = {}
-            note = Note(loaded=self._loaded_at)
+            note = Note(loaded=self._loaded_at, settings=handler.settings)
             for replay in replays:
                 known = replay.message
                 message = _replayed(replay)

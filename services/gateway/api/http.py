@@ -32,7 +32,7 @@ from berth.contracts.api import (
 from berth.contracts.jobs import JobSpec
 from berth.store.errors import TransientError
 from berth.telemetry.logs import get_logger
-from services.gateway.api import admin, cluster, feeds, jobs, policies, record
+from services.gateway.api import admin, cluster, feeds, jobs, policies, receipts, record
 from services.gateway.api.admin import ReplayRequest
 from services.gateway.api.deps import SERVICE, Deps
 from services.gateway.problems import MEDIA_TYPE, ApiError, Fault, invalid, refused, shown
@@ -77,7 +77,7 @@ def make_app(deps: Deps) -> FastAPI:
     """The API over given parts; starts nothing."""
     app = FastAPI(title="Berth", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.deps = deps
-    for module in (jobs, cluster, policies, admin, record, feeds):
+    for module in (jobs, receipts, cluster, policies, admin, record, feeds):
         app.include_router(module.router)
     app.add_route("/v1/jobs", jobs.submit, methods=["POST"])
     app.add_route("/openapi.json", _describe, methods=["GET"])

@@ -31,15 +31,16 @@ EINVAL = 22
 def on_launch_workers(event: Envelope[LaunchWorkers], node: Node, deps: Deps, trace: str) -> None:
     """Judge the command and take its workers on; they are started when the journal has them.
 
-    A repeat of it, under whatever id and in whatever session, changes nothing and is answered with what became of its
-    workers.
+    A repeat of it, in whatever session, changes nothing; who asks anew, under another id, is answered with what became of
+    its workers. Answers to the first asking are in the bus, or on their way there.
     """
     order = event.data
     wanted = {plan.worker for plan in order.workers}
     known = node.workers_of_attempt(order.job_id, order.attempt)
     if repeated := [worker for worker in known if worker.worker in wanted and worker.fence == order.fence]:
         for worker in repeated:
-            tell_again(node, worker, deps)
+            if worker.command_id != event.id:
+                tell_again(node, worker, deps)
         return
     reason = node.was_refused(event.id) or refuse_launch(
         node.view, order, deps.clock.now(), live=node.live(), unclean=node.unclean

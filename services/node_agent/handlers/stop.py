@@ -14,13 +14,15 @@ from services.node_agent.workers import Phase, Worker
 
 
 def on_stop_workers(event: Envelope[StopWorkers], node: Node, deps: Deps, trace: str) -> None:
-    """Begin to stop. Safe to repeat: a later command can only shorten the grace, and what has ended is told again.
+    """Begin to stop. A later command can only shorten the grace; what has ended is told again to who asks anew.
 
     An attempt nobody knows here is refused as unknown, and may not start later either: its launch may still come.
     """
     order = event.data
     if reason := refuse_session(node.view, order, deps.clock.now()):
         refuse(event, node, reason, deps, trace=trace)
+        return
+    if node.is_repeated(event.id, order.expires_at.timestamp()):
         return
     if order.workers is None:
         fences = node.view.stopped_fences

@@ -50,6 +50,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 prctl = libc.prctl
 prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
 
+ZYGOTE_NAME, SUPERVISOR_NAME = ctypes.c_char_p(b"berth-zygote"), ctypes.c_char_p(b"berth-worker")
+
+
+def _name_process(name: ctypes.c_char_p) -> None:
+    """As `ps -o comm` shows it; the arguments of a forked process are those of the first."""
+    prctl(PR_SET_NAME, ctypes.cast(name, ctypes.c_void_p).value or 0, 0, 0, 0)
+
+
 # What one request holds, in order (marshal, both ends are the same interpreter):
 #   id, dir, cwd, argv, env, spec (JSON text, kept in `state` as it is), lease path, lease deadline (CLOCK_BOOTTIME ns,
 #   0: none), lease grace ms, default grace ms, log piece bytes, boot id
@@ -235,6 +243,7 @@ class Supervisor:
 
     def _start(self) -> None:
         os.setsid()
+        _name_process(SUPERVISOR_NAME)
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.wake, wake_in = os.pipe()
         os.set_blocking(self.wake, False)
@@ -519,7 +528,7 @@ class Supervisor:
 
 def serve(conn: socket) -> None:
     """The zygote: fork for each request until the agent goes away."""
-    prctl(PR_SET_NAME, ctypes.cast(ctypes.c_char_p(b"berth-zygote"), ctypes.c_void_p).value or 0, 0, 0, 0)
+    _name_process(ZYGOTE_NAME)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for; their agent watches them
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     oom_seen, oom_seen_at = oom_kills(), time.monotonic()

@@ -114,6 +114,13 @@ class Platform:
             await self.until(lambda: len(self.inventory.registrations) >= before + len(names), "registration")
         return agent
 
+    async def restart_bus(self) -> None:
+        """As a crash and a new start; consumers live in its memory and are made anew, so every command comes again."""
+        await self.nats.kill()
+        await self.nats.start()
+        await self._inventory_bus.wait_connected(10)
+        await ensure_node_consumers(self._inventory_bus, POOL, list(self.inventory.epochs))
+
     async def kill_agent(self, agent: asyncio.subprocess.Process) -> None:
         agent.kill()
         await agent.wait()

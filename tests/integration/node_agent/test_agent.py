@@ -1,6 +1,8 @@
 """The agent as a process, on a real bus, with real programs."""
 
+import asyncio
 import os
+import random
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from berth.contracts.commands import WorkerPlan
+from berth.contracts.commands import ReconcileNode, WorkerPlan
 from berth.contracts.events import (
     CommandRefused,
     GpuConditionReported,
@@ -17,6 +19,7 @@ from berth.contracts.events import (
     WorkerReleased,
     WorkerStarted,
 )
+from berth.contracts.nodes import TelemetryFrame
 from berth.contracts.reasons import Code
 from tests.integration.node_agent.platform_of_tests import Platform, soon
 
@@ -96,6 +99,19 @@ async def test_a_repeated_launch_has_one_effect(platform: Platform) -> None:
     assert (platform.directory / "home" / "nodes" / "ran").read_text() == "ran\n"
     assert len(platform.told(WorkerStarted, "j1")) == 1
     assert platform.told(CommandRefused) == []
+
+
+async def test_a_repeated_reconciliation_does_not_stop_what_was_launched_since(platform: Platform) -> None:
+    await platform.start_agent()
+    epoch = platform.inventory.epochs["n1"]
+    order = ReconcileNode(node="n1", epoch=epoch, expires_at=soon())
+    await platform.order(platform.launch(*WAITING))
+    await platform.hear(WorkerStarted)
+    await platform.order(order, copies=2)
+    await platform.order(platform.launch("true", job="j2"))
+    await platform.hear(WorkerReleased, "j2")
+    finish(platform, "j1")
+    assert (await platform.hear(WorkerExited, "j1")).exit_code == 7
 
 
 async def test_stop_ends_the_workers_and_their_descendants(platform: Platform) -> None:
@@ -217,13 +233,18 @@ async def test_output_is_answered_piece_by_piece_in_whole_characters(platform: P
 # -- telemetry, lease
 
 
+def busy_frames(platform: Platform) -> list[TelemetryFrame]:
+    return [frame for frame in platform.inventory.frames if any(gpu.process_count for gpu in frame.gpus)]
+
+
 async def test_telemetry_shows_what_runs(platform: Platform) -> None:
     await platform.start_agent()
     card = (WorkerPlan(worker=0, gpus=(platform.gpus()[0],)),)
     await platform.order(platform.launch("sleep", "600", workers=card))
     await platform.hear(WorkerStarted)
-    await platform.until(lambda: any(frame.workers == 1 for frame in platform.inventory.frames), "frame")
-    frame = next(frame for frame in reversed(platform.inventory.frames) if frame.workers == 1)
+    await platform.until(lambda: bool(busy_frames(platform)), "frame")
+    frame = busy_frames(platform)[0]
+    assert frame.workers == 1
     assert [(gpu.process_count, gpu.utilization_percent) for gpu in frame.gpus] == [(1, 95.0), (0, 0.0)]
 
 
@@ -304,13 +325,41 @@ async def test_reconciling_stops_what_is_not_kept(platform: Platform) -> None:
     platform.inventory.reconciles = False
     platform.inventory.epochs.clear()
     await platform.until(lambda: len(platform.inventory.registrations) == 2, "second registration")
-    from berth.contracts.commands import ReconcileNode
-
     epoch = platform.inventory.epochs["n1"]
     await platform.order(ReconcileNode(node="n1", epoch=epoch, expires_at=soon()))
     await platform.hear(WorkerReleased, "old")
     await platform.order(platform.launch("true", job="new", fence=2))
     await platform.hear(WorkerReleased, "new")
+
+
+async def test_a_late_reconciling_leaves_alone_what_its_session_has_launched(platform: Platform) -> None:
+    await platform.start_agent()
+    await platform.order(platform.launch(*WAITING))
+    await platform.hear(WorkerStarted)
+    late = ReconcileNode(node="n1", epoch=platform.inventory.epochs["n1"], expires_at=soon())
+    await platform.order(late, copies=2)
+    await platform.order(platform.launch("true", job="j2", fence=2))
+    await platform.hear(WorkerReleased, "j2")
+    finish(platform, "j1")
+    assert (await platform.hear(WorkerExited, "j1")).exit_code == 7
+
+
+async def test_a_bus_that_sends_all_commands_again_changes_nothing(platform: Platform) -> None:
+    await platform.start_agent()
+    await platform.order(platform.launch("sh", "-c", "echo ran >> ../../../../ran", job="done"))
+    await platform.order(platform.launch(*WAITING, job="runs", fence=2))
+    await platform.order(platform.launch("sleep", "600", job="stopped", fence=3))
+    await platform.hear(WorkerStarted, "stopped")
+    await platform.order(platform.stop(job="stopped", fence=3))
+    await platform.hear(WorkerReleased, "stopped")
+    await platform.restart_bus()
+    await platform.order(platform.launch("true", job="after", fence=4))
+    await platform.hear(WorkerReleased, "after", seconds=30)
+    finish(platform, "runs")
+    assert (await platform.hear(WorkerExited, "runs")).exit_code == 7
+    assert (platform.directory / "home" / "nodes" / "ran").read_text() == "ran\n"
+    assert len(platform.told(WorkerStarted)) == 4
+    assert platform.told(CommandRefused) == []
 
 
 # -- faults of cards
@@ -350,6 +399,33 @@ async def test_a_killed_agent_comes_back_to_its_workers(platform: Platform) -> N
     finish(platform, "goes-on")
     assert (await platform.hear(WorkerExited, "goes-on")).exit_code == 7
     assert len(platform.told(WorkerStarted)) == 2
+
+
+async def test_killed_amid_launches_nothing_runs_twice_and_every_end_is_told(platform: Platform) -> None:
+    """The agent is killed four times while commands pour in; each job leaves a line when its program runs."""
+    agent = await platform.start_agent()
+    script = ("sh", "-c", 'echo "$BERTH_JOB_ID" >> ../../../../ran')
+    number = 0
+    for _ in range(4):
+        for _ in range(12):
+            number += 1
+            await platform.order(platform.launch(*script, job=f"j{number}", fence=number), copies=2)
+        await asyncio.sleep(random.uniform(0.0, 0.1))
+        await platform.kill_agent(agent)
+        agent = await platform.start_agent()
+    jobs = {f"j{n}" for n in range(1, number + 1)}
+
+    def settled() -> set[str]:
+        released = {fact.job_id for fact in platform.told(WorkerReleased)}
+        return released | {fact.job_id for fact in platform.told(CommandRefused)}
+
+    await platform.until(lambda: jobs <= settled(), "end of every job", seconds=30)
+    ran = (platform.directory / "home" / "nodes" / "ran").read_text().split()
+    assert len(ran) == len(set(ran))
+    done = {fact.job_id for fact in platform.told(WorkerExited) if fact.reason is None}
+    assert done <= set(ran)
+    never = {fact.job_id for fact in platform.told(CommandRefused)} - {f.job_id for f in platform.told(WorkerStarted)}
+    assert not never & set(ran)
 
 
 async def test_what_was_not_told_is_told_when_the_bus_is_back(platform: Platform) -> None:
@@ -405,7 +481,7 @@ async def test_metrics_show_cards_and_counts(platform: Platform) -> None:
     card = platform.gpus()[1]
     await platform.order(platform.launch(*WAITING, workers=(WorkerPlan(worker=0, gpus=(card,)),)))
     await platform.hear(WorkerStarted)
-    await platform.until(lambda: any(frame.workers for frame in platform.inventory.frames), "frame")
+    await platform.until(lambda: bool(busy_frames(platform)), "frame")
     page = await platform.metrics()
     assert 'berth_agent_launches_total{outcome="started"} 1.0' in page
     busy = [line for line in page.splitlines() if line.startswith("DCGM_FI_DEV_GPU_UTIL{") and card in line]

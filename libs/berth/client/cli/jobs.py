@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 POLL_SECONDS: Final = 0.3
 PATIENT_TRIES: Final = 8  # as in `transport`, which is not loaded for it
 Key = Annotated[str | None, typer.Option(help="Idempotency key: the same content again is the same job.")]
+Receipt = Annotated[
+    bool, typer.Option("--receipt", help="What the last decision stood on: versions, candidates, reasons, digest.")
+]
 Wait = Annotated[bool, typer.Option("--wait", "-w", help="Wait until all are over; exit 1 unless all succeeded.")]
 Tenant = Annotated[str | None, typer.Option(help="Tenant (BERTH_TENANT); by default the token's own.")]
 
@@ -273,10 +276,13 @@ def list_(
     print_table(columns, rows, empty="no jobs; submit one: berth submit FILE")
 
 
-def show(job: Job, as_json: Json = False) -> None:
+def show(job: Job, receipt: Receipt = False, as_json: Json = False) -> None:
     """A job with its specification and attempts."""
     from berth.client.texts import duration, sentence
 
+    if receipt:
+        _print_receipt(job, as_json=as_json)
+        return
     with connect() as api:
         found = api.call("GET", job_path(job, api))
     if as_json:
@@ -328,8 +334,11 @@ def _asks(job: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
     return f"{workers}{job['gpus']} GPUs in all, {types}{''.join(', ' + part for part in parts)}"
 
 
-def why(job: Job, as_json: Json = False) -> None:
+def why(job: Job, receipt: Receipt = False, as_json: Json = False) -> None:
     """Why a job waits, now, with numbers and what would help."""
+    if receipt:
+        _print_receipt(job, as_json=as_json)
+        return
     with connect() as api:
         found = api.call("GET", f"{job_path(job, api)}/why")
     if as_json:
@@ -340,6 +349,38 @@ def why(job: Job, as_json: Json = False) -> None:
     console().print(f"[bold]{found['state']}[/]{place}{policy}")
     for text in found["text"]:
         console().print(f"  • {text}", markup=False)
+
+
+def _print_receipt(job: str, *, as_json: bool) -> None:
+    """What the last decision about a job stood on."""
+    from berth.client.texts import sentence
+
+    with connect() as api:
+        found = api.call("GET", f"{job_path(job, api)}/receipts", params={"limit": 1})
+    if as_json:
+        print_json(found)
+        return
+    if not found["receipts"]:
+        print(f"nothing has been decided about {found['job_id']} yet")
+        return
+    last = found["receipts"][0]
+    out = console()
+    attempt = f", attempt {last['attempt']}" if last.get("attempt") else ""
+    out.print(f"[bold]{last['decision']}[/] by {last['service']}{attempt}, {last['decided_at']}")
+    out.print(
+        f"  on policy {last['policy_version']}, state {last['state_version']}, decisions {last['decisions_version']}; "
+        f"digest {last['digest']}",
+        highlight=False,
+    )
+    for reason in last["reasons"]:
+        out.print(f"  because {sentence(reason)}", markup=False, highlight=False)
+    for candidate in last["candidates"]:
+        mark = "took" if candidate.get("chosen") else "considered"
+        facts = ", ".join(f"{name} {value}" for name, value in candidate.items() if name != "chosen")
+        out.print(f"  {mark} {facts}", markup=False, highlight=False)
+    for name, count in last["filtered"].items():
+        out.print(f"  {name.replace('_', ' ')}: {count}", markup=False, highlight=False)
+    out.print(f"  event {last['event_id']}; berth record export and berth replay decide it again", highlight=False)
 
 
 def logs(

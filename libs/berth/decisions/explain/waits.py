@@ -63,24 +63,28 @@ def waiting_reasons(state: State, job: Job, now: datetime) -> tuple[Reason, ...]
     joins = job if job.held or not job.claim.shape.is_gang else None
     worker = None if joins is None or job.claim.shape.is_gang else min(job.missing or (0,))
     turn = take_turn(job.claim, scene, job=joins, worker=worker)
+    if turn.held is not None:
+        # It fits, so the order of the last pass is in the way: shares have moved on since, the pass has not.
+        turn = take_turn(job.claim, _scene_for(state, job, as_it_was=True), job=joins, worker=worker)
     reasons = list(turn.reasons)
+    if turn.held is not None:
+        reasons = [because(code, remedy="wait for the next pass") for code in job.told or ()]
     if state.preempts(job.claim.job_class):
         types = options(job.claim.shape, state.books.fleet, state.policy)
         making = make_room(job, scene, state.caps(job.claim))
         reasons += blocked_reasons(making.blocked, types[0] if types else None, job.claim.shape.gpus)
     reasons += _overtaken(state, job)
-    group = state.waiting.group(job.claim)
-    if not reasons and group is not None:
+    if not reasons:
         # the last pass had no cause to look at this queue: the answer it once gave still stands
-        reasons = list(group.reasons)
+        reasons = [because(code, remedy="wait for the next pass") for code in job.told or ()]
     return tuple(
         reason if reason.blocked_by else reason.model_copy(update={"blocked_by": _holders(state, job, reason)})
         for reason in reasons
     )
 
 
-def _scene_for(state: State, job: Job) -> Scene:
-    """The last pass's view, less what the job itself laid claim to in it."""
+def _scene_for(state: State, job: Job, *, as_it_was: bool = False) -> Scene:
+    """The last pass's view, less what the job itself laid claim to in it, and (by the order of now) those behind it."""
     scene = state.new_scene()
     last = state.scene
     if last is not None:
@@ -90,6 +94,8 @@ def _scene_for(state: State, job: Job) -> Scene:
         }
         scene.heads = {card_type: head for card_type, head in last.heads.items() if head != job.id}
         scene.tenant_heads = {key: head for key, head in last.tenant_heads.items() if head != job.id}
+        if as_it_was:
+            return scene
         mine = state.order_of(job)
         heads = {*scene.heads.values(), *scene.tenant_heads.values()} & set(state.jobs)
         ahead = {other for other in heads if state.order_of(state.jobs[other]) < mine}

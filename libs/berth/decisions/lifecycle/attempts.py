@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any, assert_never
 
@@ -45,6 +46,28 @@ NODE_FAULTS = frozenset(
     }
 )
 """Ends that are not the program's doing."""
+
+
+OWN_ERRNOS = frozenset(
+    {
+        errno.ENOENT,
+        errno.EACCES,
+        errno.ENOEXEC,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.E2BIG,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+    }
+)
+"""Errors of a start that the job's own command or folder brought about: another node would say the same."""
+
+
+def is_node_fault(cause: Reason) -> bool:
+    """Whether an end was not the program's doing."""
+    if cause.code is Code.START_REFUSED and cause.facts.get("errno") in OWN_ERRNOS:
+        return False
+    return cause.code in NODE_FAULTS
 
 
 def reason_json(reason: Reason) -> dict[str, Any]:
@@ -123,7 +146,14 @@ def stop(
         move(run, JobTrigger.STOP)
         book.emit(
             run,
-            JobStopping(job_id=run.job_id, attempt=run.attempt, cause=cause, by=by, grace_seconds=grace),
+            JobStopping(
+                job_id=run.job_id,
+                attempt=run.attempt,
+                cause=cause,
+                by=by,
+                grace_seconds=grace,
+                receipt=book.receipt(run, f"stop|{cause.code}"),
+            ),
             actor=by,
         )
         send_stops(book, run, live)
@@ -200,6 +230,7 @@ def dismiss(book: Book, run: JobRun, workers: Sequence[Worker], cause: Reason, *
             by=by,
             grace_seconds=grace_seconds,
             workers=tuple(worker.number for worker in workers),
+            receipt=book.receipt(run, f"dismiss|{cause.code}|" + ",".join(str(w.number) for w in workers)),
         ),
         actor=by,
     )
@@ -264,11 +295,11 @@ def _outcome_of(worker: Worker) -> tuple[AttemptOutcome, Reason | None]:
         return AttemptOutcome.SUCCEEDED, None
     if worker.leaves is not None:
         why = Reason.model_validate(worker.leaves)
-        return (AttemptOutcome.LOST if why.code in NODE_FAULTS else AttemptOutcome.PREEMPTED), why
+        return (AttemptOutcome.LOST if is_node_fault(why) else AttemptOutcome.PREEMPTED), why
     cause = Reason.model_validate(worker.reason) if worker.reason else None
     if worker.is_lost:
         return AttemptOutcome.LOST, cause or because(Code.WORKER_LOST, worker=worker.number, node=worker.node)
-    if not worker.has_started and (cause is None or cause.code in NODE_FAULTS):
+    if not worker.has_started and (cause is None or is_node_fault(cause)):
         return AttemptOutcome.NEVER_STARTED, cause or because(Code.COMMAND_REFUSED, worker=worker.number)
     return AttemptOutcome.FAILED, cause or because(
         Code.PROGRAM_FAILED,
@@ -385,7 +416,7 @@ def _retry(
 ) -> Retry | None:
     if cause.code is Code.TIME_LIMIT:
         return None
-    if outcome is AttemptOutcome.FAILED and cause.code not in NODE_FAULTS:
+    if outcome is AttemptOutcome.FAILED and not is_node_fault(cause):
         return after_own_failure(spec, rules, charged=run.charged)
     return after_node_fault(spec, rules, charged=run.charged, unstarted=run.unstarted)
 

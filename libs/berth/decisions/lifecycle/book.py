@@ -11,11 +11,12 @@ from pydantic import TypeAdapter
 
 from berth.contracts.base import JobClass
 from berth.contracts.envelope import Envelope, Fact, Order
-from berth.contracts.events import StaleReportIgnored
+from berth.contracts.events import Receipt, StaleReportIgnored
 from berth.contracts.jobs import JobSpec
 from berth.decisions.core import Outbox, Record
 from berth.decisions.lifecycle.model import Cancel, JobRun, Node
 from berth.decisions.policy.document import ClassSettings, Policy
+from berth.decisions.receipts import make_receipt
 
 KEPT_ENDED = 20_000
 """Tombstones of ended jobs: enough to tell a late report from an unknown job while its repeats may still come."""
@@ -42,6 +43,7 @@ class Book:
         self.out = Outbox()
         self.now = datetime.min
         self.cause = ""
+        self.state_version = 0
         self._owners: dict[str, tuple[str, str]] = {}
         self._ended: list[tuple[datetime, str]] = []
         self._timers: list[tuple[datetime, str]] = []
@@ -52,6 +54,11 @@ class Book:
         """Work at `now` because of the event `cause` from here on."""
         self.now, self.cause = now, cause
 
+    def count(self) -> None:
+        """One more event was taken in."""
+        self.state_version += 1
+        self._records["meta", "counters"] = {"state_version": self.state_version}
+
     def after(self, seconds: float) -> datetime:
         """The moment so many seconds from now."""
         return self.now + timedelta(seconds=seconds)
@@ -61,6 +68,14 @@ class Book:
         """Tell a fact about a job."""
         self.out.emit(fact, run.job_id, tenant=run.tenant, actor=actor, cause=self.cause, trace=run.trace)
         self.mark(run)
+
+    def receipt(self, run: JobRun, outcome: str) -> Receipt:
+        """Of a decision about the attempt of a job."""
+        return make_receipt(
+            f"{outcome}|{run.job_id}/{run.attempt}/{run.fence}",
+            policy_version=self.policy_version,
+            state_version=self.state_version,
+        )
 
     def order(self, node: Node, order: Order, run: JobRun | None = None) -> int:
         """Send a command to a node; its number on that node."""
@@ -239,6 +254,8 @@ class Book:
             elif kind == "node":
                 node = self.nodes[key] = _NODE.validate_python(body)
                 self.out.counters[key] = node.told
+            elif kind == "meta":
+                self.state_version = body["state_version"]
             elif kind == "cancel":
                 self.cancels[key] = _CANCEL.validate_python(body)
             elif kind == "job":

@@ -64,6 +64,7 @@ class LifecycleCore(Core):
         if handler is not None:
             self._book.begin(now, event.id)
             handler(self, event)
+            self._book.count()
 
     def settle(self, *, now: datetime) -> Settled:
         """Fire timers and hand over what this batch led to."""

@@ -6,7 +6,7 @@ from berth.contracts.events import CommandRefused, StartFailed, WorkerExited, Wo
 from berth.contracts.reasons import Code, Reason, because
 from berth.decisions.lifecycle.attempts import (
     MESSAGE_LENGTH,
-    NODE_FAULTS,
+    is_node_fault,
     reason_json,
     started,
     stop,
@@ -147,7 +147,7 @@ def _stop_refused(book: Book, run: JobRun, worker: Worker, reason: Reason) -> No
 
 def _tell_start_failed(book: Book, run: JobRun, worker: Worker) -> None:
     reason = Reason.model_validate(worker.reason) if worker.reason else None
-    if reason is not None and not worker.has_started and reason.code in (Code.START_REFUSED, Code.GPU_BUSY):
+    if reason is not None and reason.code is Code.START_REFUSED and is_node_fault(reason):
         told = StartFailed(
             job_id=run.job_id, attempt=run.attempt, node=worker.node, worker=worker.number, reason=reason
         )
@@ -160,7 +160,7 @@ def _member_failed(book: Book, run: JobRun, worker: Worker) -> None:
     if not worker.has_failed or worker.leaves is not None or run.stop is not None or spec is None or not spec.gang:
         return
     cause = Reason.model_validate(worker.reason) if worker.reason else _program_failed(worker)
-    stop(book, run, StopKind.FAULT if cause.code in NODE_FAULTS else StopKind.FAILURE, cause)
+    stop(book, run, StopKind.FAULT if is_node_fault(cause) else StopKind.FAILURE, cause)
 
 
 def _program_failed(worker: Worker) -> Reason:

@@ -221,6 +221,9 @@ class PlacementCore(Core):
 
     def _stop_waiting(self, job: Job) -> None:
         """Take a job out of the queue, with the room that is held for it."""
+        if job.phase is Phase.WAITING or job.missing:
+            # Others may have stood behind it, or off what was kept because it wanted it.
+            self.books.dirty_types.update(job.claim.shape.types or self.books.fleet.pools)
         self.waiting.remove(job.claim, job.submitted, job.id)
         self.state.fresh.pop(job.id, None)
         self.state.drop_plan(job.id)
@@ -228,8 +231,8 @@ class PlacementCore(Core):
     def _want_no_more(self, job: Job) -> None:
         """A running job gets no more workers."""
         if job.missing:
-            job.missing = ()
             self._stop_waiting(job)
+            job.missing = ()
             self.state.short.pop(job.id, None)
             self.state.touch(job)
 

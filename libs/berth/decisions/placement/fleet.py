@@ -95,12 +95,15 @@ class TypePool:
     total: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     free_total: int = 0
     total_cards: int = 0
+    usable_cards: int = 0
     version: int = 0
     shape_version: int = 0
     _rank: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     _by_rank: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     _domains: dict[str, tuple[int, dict[str, Ints]]] = field(default_factory=dict)
     _slots: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ever: dict[object, bool] = field(default_factory=dict)
+    """What could fit if all were empty, by shape: kept until a node changes."""
 
     def add_row(self, node: Node) -> int:
         """A row for a node that has just shown a card of this type."""
@@ -195,12 +198,15 @@ class Fleet:
         free = sum(not card.owner and not card.parts for card in usable) if node.takes_work else 0
         pool.free_total += free - int(pool.free[row])
         pool.free[row] = free
-        pool.usable[row] = len(usable) if node.takes_work else 0
+        open_cards = len(usable) if node.takes_work else 0
+        pool.usable_cards += open_cards - int(pool.usable[row])
+        pool.usable[row] = open_cards
         total = sum(card.mig is None for card in cards)
         pool.total_cards += total - int(pool.total[row])
         pool.total[row] = total
         pool.version += 1
         pool.shape_version += 1
+        pool.ever = {}
 
     def is_free(self, node: Node, card: Card) -> bool:
         """Whether a new job could get this card as a whole."""

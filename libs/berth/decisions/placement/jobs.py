@@ -134,7 +134,7 @@ class Job:
 
 def held_to_json(held: Held) -> list[Any]:
     """The compact form that records hold."""
-    amount: int | str = held.amount if isinstance(held.amount, int) else str(held.amount)
+    amount: int | str = int(held.amount) if held.amount.denominator == 1 else str(held.amount)
     body: list[Any] = [held.worker, held.node, list(held.gpus), held.card_type, held.role, amount, held.fence]
     if held.part is not None:
         share = None if held.part.share is None else str(held.part.share)

@@ -74,6 +74,7 @@ class Ledger:
         claim = job.claim
         standing = self.quota.of(claim.tenant, entry.card_type)
         standing.used += amount
+        self.quota.version += 1
         if job.leaves(entry.worker):
             standing.leaving += amount
         self.quota.use_memory(claim.tenant, entry.memory_mib * sign)
@@ -128,6 +129,7 @@ class Ledger:
             was = ALL in before or entry.worker in before
             if not was and (ALL in after or entry.worker in after):
                 self.quota.of(job.claim.tenant, entry.card_type).leaving += entry.amount
+                self.quota.version += 1
                 self.dirty_types.add(entry.card_type)
         job.leaving = frozenset(after)
 

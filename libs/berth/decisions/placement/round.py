@@ -10,9 +10,11 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from berth.contracts.base import JobClass
 from berth.contracts.events import JobPlaced, PreemptionPlanned, Victim, WindowClosed, WindowOpened
 from berth.contracts.reasons import Code, Reason, because
-from berth.decisions.placement.claim import Amount, plain
+from berth.decisions.placement.claim import Amount, Claim, Shape, plain
+from berth.decisions.placement.considered import nodes_chosen, victims_considered
 from berth.decisions.placement.jobs import Held, Job, Phase, micros
 from berth.decisions.placement.scene import Plan, Scene
 from berth.decisions.placement.state import State
@@ -24,6 +26,7 @@ from berth.decisions.preemption.plan import (
     make_room,
     owners_of,
 )
+from berth.decisions.preemption.potential import Potential
 from berth.decisions.preemption.victims import Piece, Rule
 from berth.decisions.queueing.planned import plan_start, plans_from
 from berth.decisions.queueing.waiting import Group
@@ -35,6 +38,8 @@ MAX_SWEEPS = 100
 """More than any pass needs; a pass that goes on for longer goes round in a circle."""
 
 Order = tuple[int, float, int, str]
+_GROUP, _PLAN, _SHAPE = 0, 1, 2
+"""What an entry of a sweep stands for: a group that is awake, room that is being made, the groups of a shape."""
 
 
 class Round:
@@ -45,11 +50,25 @@ class Round:
         self._state = state
         self._scene = state.new_scene()
         self._freed = False
+        self._placed = False
+        self._was_fair = False
+        self._passed: list[Group] = []
+        self._answers: dict[Claim, tuple[Reason, ...]] = {}
+        self._keeps_order = state.keeps_order
+        self._lends = state.keeper.lends
+        self._preempts = any(state.preempts(job_class) for job_class in JobClass)
+        self._uses_shares = any(state.policy.for_class(job_class).fair_share.basis != "none" for job_class in JobClass)
+        self._potential = Potential(self._scene)
         self.rule_wake = 0
 
     def run(self) -> None:
         """Decide everything that can be decided at this instant."""
         state = self._state
+        if state.scene is not None:
+            # Nothing may happen in this pass that changes who stands before whom.
+            last = state.scene
+            self._scene.shadows, self._scene.heads = last.shadows, last.heads
+            self._scene.tenant_heads = last.tenant_heads
         state.scene = self._scene
         if state.policy_version == 0:
             return
@@ -70,41 +89,56 @@ class Round:
     def _sweep(self) -> bool:
         """Give everything that is awake its turn; True where that may have changed earlier answers."""
         state = self._state
-        dirty = self._wake()
+        dirty, shapes = self._wake()
         state.books.dirty_types = set()
         scene = self._scene
+        if self._keeps_order and not state.waiting.awake and not dirty:
+            return False
         scene.shadows, scene.heads, scene.tenant_heads = {}, {}, {}
-        heap: list[tuple[Order, int, Any]] = [(state.order(group), 0, group) for group in state.waiting.awake.values()]
-        heap += [(state.order_of(state.jobs[job_id]), 1, job_id) for job_id in self._plans_on(dirty)]
+        heap: list[tuple[Order, int, Any]] = [
+            (state.order(group), _GROUP, group) for group in state.waiting.awake.values()
+        ]
+        heap += [(state.order_of(state.jobs[job_id]), _PLAN, job_id) for job_id in self._plans_on(dirty)]
+        firsts = [state.waiting.first(shape) for shape in shapes]
+        heap += [(_static(group), _SHAPE, group) for group in firsts if group is not None]
         heapq.heapify(heap)
         state.waiting.awake = {}
-        again = False
-        placed = False
-        fair = False
+        self._passed, self._placed, self._was_fair = [], False, False
         while heap:
             order, kind, item = heapq.heappop(heap)
-            if kind == 1:
-                placed |= self._plan_turn(item)
-                continue
-            group: Group = item
-            if not group.jobs:
-                continue
-            now = state.order(group)
-            if now > order:
-                heapq.heappush(heap, (now, 0, group))
-                continue
-            if self._group_turn(group):
-                placed = True
-                if group.jobs:
-                    heapq.heappush(heap, (state.order(group), 0, group))
-            else:
-                fair |= state.is_fair(group.claim.job_class)
-        again |= placed and fair
-        if again or self._unheld():
-            if fair:
-                state.books.dirty_types.update(state.books.fleet.pools)
-            return True
-        return False
+            following = self._turn(kind, item, order)
+            if following is not None:
+                heapq.heappush(heap, following)
+        for group in self._passed:
+            if group.jobs:
+                state.waiting.queue(group)
+        again = self._placed and self._was_fair
+        if again:
+            state.books.dirty_types.update(state.books.fleet.pools)
+        return self._unheld() or again
+
+    def _turn(self, kind: int, item: Any, order: Order) -> tuple[Order, int, Any] | None:
+        """One entry's turn; returns the entry that follows from it."""
+        state = self._state
+        if kind == _PLAN:
+            self._placed |= self._plan_turn(item)
+            return None
+        group: Group = item
+        if kind == _SHAPE:
+            following = self._shape_turn(group)
+            return None if following is None else (_static(following), _SHAPE, following)
+        if not group.jobs:
+            return None
+        now = state.order(group)
+        if now > order:
+            return (now, _GROUP, group)
+        if self._has_same_answer(group):
+            return None
+        if not self._group_turn(group):
+            self._was_fair |= state.is_fair(group.claim.job_class)
+            return None
+        self._placed = True
+        return (state.order(group), _GROUP, group) if group.jobs else None
 
     def _unheld(self) -> bool:
         freed, self._freed = self._freed, False
@@ -114,20 +148,60 @@ class Round:
         changed = set(dirty)
         return [job_id for job_id, plan in self._state.plans.items() if changed & set(plan.needs)]
 
-    def _wake(self) -> list[str]:
-        """Something was freed or changed: wake those it may be enough for."""
+    def _wake(self) -> tuple[list[str], list[Shape]]:
+        """Something was freed or changed: wake those it may be enough for.
+
+        Returns:
+            The card types concerned, and shapes whose groups are to have their turns one by one while room lasts:
+            where shares do not decide, their order is known without looking at all of them.
+        """
         state = self._state
         dirty = sorted(state.books.dirty_types)
-        if (dirty or state.waiting.awake) and state.keeps_order:
-            state.waiting.wake_all()
-            return dirty
+        if self._keeps_order:
+            if dirty or state.waiting.awake or state.fresh:
+                state.waiting.wake_all()
+            return dirty, []
+        shapes: dict[Shape, None] = {}
         for card_type in dirty:
             for shape, groups in state.waiting.shapes(card_type):
                 if could_fit(shape, state.books.fleet, state.policy):
-                    state.waiting.wake(groups.values())
-                else:
-                    state.waiting.wake(g for g in groups.values() if state.preempts(g.claim.job_class))
-        return dirty
+                    if self._uses_shares:
+                        state.waiting.wake(groups.values())
+                    else:
+                        shapes[shape] = None
+                if self._preempts:
+                    state.waiting.wake(
+                        group
+                        for group in groups.values()
+                        if state.preempts(group.claim.job_class) and self._potential.could_do(group.claim)
+                    )
+        return dirty, list(shapes)
+
+    def _shape_turn(self, group: Group) -> Group | None:
+        """The turn of the first group of a shape; returns the group of that shape that follows, if room is left."""
+        state = self._state
+        shape = group.claim.shape
+        if state.waiting.first(shape) is group:
+            if not could_fit(shape, state.books.fleet, state.policy):
+                return None
+            if self._group_turn(group):
+                self._placed = True
+            elif state.waiting.first(shape) is group:
+                state.waiting.take_first(shape)
+                self._passed.append(group)
+        return state.waiting.first(shape)
+
+    def _has_same_answer(self, group: Group) -> bool:
+        """Whether nothing that is free, or could be made free, is enough: then the answer stays what it was."""
+        state = self._state
+        claim = group.claim
+        if (
+            self._keeps_order
+            or state.jobs[group.head[1]].told is None
+            or could_fit(claim.shape, state.books.fleet, state.policy)
+        ):
+            return False
+        return not state.preempts(claim.job_class) or not self._potential.could_do(claim)
 
     def _group_turn(self, group: Group) -> bool:
         """The first job's turn; True where the group's next job is to have its turn too."""
@@ -150,7 +224,7 @@ class Round:
                 return True
             turn.reasons += tried.reasons
             if state.preempts(claim.job_class):
-                made, stops = self._make_room(job, step)
+                made, stops = self._make_room(job, step, tried.reasons)
                 blocked.update(stops)
                 if made:
                     return True
@@ -177,11 +251,9 @@ class Round:
             state.waiting.remove(job.claim, job.submitted, job.id)
             state.fresh.pop(job.id, None)
             return True
-        job.missing = tuple(worker for worker in wanted if worker not in {entry.worker for entry in placed})
-        state.touch(job)
         blocked: dict[Code, int] = {}
         if state.preempts(job.claim.job_class):
-            made, blocked = self._make_room(job, None)
+            made, blocked = self._make_room(job, None, turn.reasons)
             if made:
                 return True
         self._defer(group, job, turn, blocked)
@@ -194,6 +266,10 @@ class Round:
         self._state.fresh.pop(job.id, None)
         self._state.books.take(job, turn.held)
         self._tell_placed(job, turn.held, turn)
+        if self._lends:
+            # What was kept because this job wanted it may be lent again.
+            self._freed = True
+            self._state.books.dirty_types.update(job.claim.shape.types or self._state.books.fleet.pools)
         for shadow in self._scene.shadows.get(turn.held[0].card_type, ()):
             if self._scene.ends(job.claim) > shadow.start:
                 pool = self._state.books.fleet.pools[turn.held[0].card_type]
@@ -217,7 +293,9 @@ class Round:
         state.touch(job)
         inputs = ";".join(f"{h.worker}@{h.node}:{','.join(h.gpus)}" for h in held)
         receipt = state.receipt(
-            f"{job.id}/{job.attempt}/{state.fence}|{inputs}", candidates=turn.candidates, filtered=turn.filtered
+            f"place|{job.id}/{job.attempt}/{state.fence}|{inputs}",
+            candidates=turn.candidates or nodes_chosen(held),
+            filtered=turn.filtered,
         )
         state.emit(
             job,
@@ -236,9 +314,9 @@ class Round:
         claim = job.claim
         types = options(claim.shape, state.books.fleet, state.policy)
         reasons = turn.reasons + blocked_reasons(blocked, types[0] if types else None, claim.shape.gpus)
-        group.reasons = tuple(reasons)
+        answer = self._answers[claim] = tuple(reasons)
         for _, job_id in group.jobs[:TOLD_PER_GROUP]:
-            state.tell_waiting(state.jobs[job_id], group.reasons)
+            state.tell_waiting(state.jobs[job_id], answer)
         soonest = min((until for until in blocked.values() if until), default=0)
         if Code.PREEMPT_SHARE_USED_UP in blocked:
             ends = [state.share_window(cap.line).start + cap.line.share_window * 1_000_000 for cap in state.caps(claim)]
@@ -248,11 +326,18 @@ class Round:
             state.touch(job)
             if soonest:
                 state.wakes.append((soonest, job.id))
-        if not state.keeps_order:
+        if not self._keeps_order:
             return
         settings = state.policy.for_class(claim.job_class)
+        # Held back by nothing but the tenant's own limits, or by a job of the tenant that is.
         own = {r.facts.get("card_type") for r in turn.reasons if r.code in OWN_LIMITS}
-        own -= {r.facts.get("card_type") for r in turn.reasons if r.code not in OWN_LIMITS}
+        own |= {card_type for card_type in types if (card_type, claim.tenant) in scene.tenant_heads}
+        own -= set(scene.heads)
+        own -= {
+            r.facts.get("card_type")
+            for r in turn.reasons
+            if r.code not in OWN_LIMITS and r.code is not Code.BEHIND_IN_QUEUE
+        }
         if settings.queue.discipline == "strict":
             for card_type in types:
                 if card_type in own:
@@ -272,14 +357,18 @@ class Round:
             group = state.waiting.group(job.claim)
             if group is None or job.id in state.plans:
                 continue
-            if not group.reasons:
-                group.reasons = tuple(take_turn(job.claim, self._scene).reasons)
-            state.tell_waiting(job, group.reasons)
+            answer = self._answers.get(job.claim)
+            if answer is None:
+                answer = self._answers[job.claim] = tuple(take_turn(job.claim, self._scene).reasons)
+            state.tell_waiting(job, answer)
         state.fresh = {}
 
     # ------------------------------------------------------------------------------------------------ making room
-    def _make_room(self, job: Job, types: Sequence[str] | None) -> tuple[bool, dict[Code, int]]:
-        """Stop others for a job, if that lets it start; otherwise what is in the way of it."""
+    def _make_room(
+        self, job: Job, types: Sequence[str] | None, reasons: Sequence[Reason]
+    ) -> tuple[bool, dict[Code, int]]:
+        """Stop others for a job, if that lets it start; otherwise what is in the way of it. reasons: why it does not
+        start without."""
         state = self._state
         making = make_room(job, self._scene, state.caps(job.claim), types=types)
         if making.plan is None:
@@ -287,14 +376,22 @@ class Round:
         plan = making.plan
         state.waiting.remove(job.claim, job.submitted, job.id)
         state.fresh.pop(job.id, None)
-        self._notify(making.pieces, job, plan)
+        self._notify(making.pieces, job, plan, considered=making.considered, reasons=reasons)
         state.add_plan(plan)
         job.wake_at = 0
         state.touch(job)
         state.tell_waiting(job, (waiting_for(plan, self._scene),))
         return True, {}
 
-    def _notify(self, pieces: Sequence[Piece], job: Job | None, plan: Plan | None) -> None:
+    def _notify(
+        self,
+        pieces: Sequence[Piece],
+        job: Job | None,
+        plan: Plan | None,
+        *,
+        considered: Sequence[Piece] = (),
+        reasons: Sequence[Reason] = (),
+    ) -> None:
         """Tell who is to be stopped, one plan for each rule."""
         state = self._state
         by_rule: dict[Rule, list[Piece]] = {}
@@ -310,7 +407,7 @@ class Round:
             for piece in taken:
                 state.books.mark_leaving(piece.job, piece.taken.workers)
                 state.touch(piece.job)
-            text = f"{job.id if job else ''}|{rule}|" + ",".join(f"{v.job_id}/{v.attempt}" for v in victims)
+            text = f"stop|{job.id if job else ''}|{rule}|" + ",".join(f"{v.job_id}/{v.attempt}" for v in victims)
             data = PreemptionPlanned(
                 plan_id=f"plan-{state.plan_number}",
                 preemptor=job.id if job is not None else "",
@@ -318,7 +415,12 @@ class Round:
                 victims=tuple(victims),
                 rule=_RULE_WORDS.get(rule, rule.value),
                 grace_seconds=grace,
-                receipt=state.receipt(text),
+                receipt=state.receipt(
+                    text,
+                    candidates=victims_considered(taken, considered),
+                    filtered={"spared": max(len(considered) - len(pieces), 0)},
+                    reasons=reasons,
+                ),
             )
             state.out.emit(
                 data,
@@ -466,6 +568,12 @@ class Round:
         state.cuts_due = False
         for tenant, card_type, _ in list(state.books.quota.used_lines()):
             self._notify(cut_tenant(tenant, card_type, self._scene), None, None)
+
+
+def _static(group: Group) -> Order:
+    """The order of a group where shares do not decide."""
+    priority, submitted, job_id = group.key
+    return (priority, 0.0, submitted, job_id)
 
 
 _RULE_WORDS = {Rule.UNMET: "protection"}

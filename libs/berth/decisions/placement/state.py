@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fractions import Fraction
-from hashlib import blake2b
 from typing import Any
 
 from berth.contracts.base import JobClass
 from berth.contracts.envelope import Fact
 from berth.contracts.events import JobWaiting, Receipt
 from berth.contracts.reasons import Reason
-from berth.decisions.core import DECISIONS_VERSION, Outbox, Record
+from berth.decisions.core import Outbox, Record
 from berth.decisions.placement.claim import Amount, Claim
+from berth.decisions.placement.considered import types_considered
 from berth.decisions.placement.jobs import (
     MICROSECONDS,
     Job,
@@ -31,6 +31,7 @@ from berth.decisions.preemption.victims import Cap
 from berth.decisions.queueing.share import Shares, Usage
 from berth.decisions.queueing.waiting import Group, WaitingSet
 from berth.decisions.quota.keep import Keeper
+from berth.decisions.receipts import make_receipt
 
 
 @dataclass(slots=True)
@@ -206,6 +207,7 @@ class State:
     def _promise(self, plan: Plan, sign: int) -> None:
         for card_type, amount in plan.needs.items():
             self.books.quota.of(plan.tenant, card_type).claimed += sign * amount
+            self.books.quota.version += 1
 
     # -------------------------------------------------------------------------------------------- tell and record
     def touch(self, job: Job) -> None:
@@ -247,22 +249,28 @@ class State:
             return
         job.told = codes
         self.touch(job)
-        text = f"{job.id}/{job.attempt}|{','.join(codes)}"
-        receipt = self.receipt(text)
+        receipt = self.receipt(
+            f"wait|{job.id}/{job.attempt}|{','.join(codes)}",
+            candidates=types_considered(job.claim.shape, self.books.fleet, self.policy),
+        )
         self.emit(job, JobWaiting(job_id=job.id, reasons=reasons, attempt=job.attempt, receipt=receipt))
 
     def receipt(
-        self, text: str, *, candidates: Iterable[dict[str, Any]] = (), filtered: dict[str, int] | None = None
+        self,
+        outcome: str,
+        *,
+        candidates: Iterable[dict[str, Any]] = (),
+        filtered: dict[str, int] | None = None,
+        reasons: Sequence[Reason] = (),
     ) -> Receipt:
-        """Versions, what was looked at, and a digest of inputs and outcome."""
-        head = f"{self.policy_version}.{self.state_version}.{DECISIONS_VERSION}|"
-        return Receipt(
+        """Of a decision made on the state of now."""
+        return make_receipt(
+            outcome,
             policy_version=self.policy_version,
             state_version=self.state_version,
-            decisions_version=DECISIONS_VERSION,
-            candidates=tuple(candidates),
-            filtered=filtered or {},
-            digest=blake2b((head + text).encode(), digest_size=8).hexdigest(),
+            candidates=candidates,
+            filtered=filtered,
+            reasons=reasons,
         )
 
     def note_usage(self) -> None:
@@ -348,7 +356,7 @@ class State:
 
 
 def _number(amount: Amount) -> int | str:
-    return amount if isinstance(amount, int) else str(amount)
+    return amount if isinstance(amount, int) else str(amount) if amount.denominator != 1 else amount.numerator
 
 
 def _amount(value: int | str) -> Amount:

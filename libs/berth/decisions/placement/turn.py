@@ -354,6 +354,13 @@ def never_reason(shape: Shape, pool: TypePool) -> Reason:
 
 def fits_when_empty(shape: Shape, pool: TypePool, fleet: Fleet) -> bool:
     """Whether the installed cards of a type, all of them empty and healthy, could hold the job (at its smallest)."""
+    known = pool.ever.get(shape)
+    if known is None:
+        known = pool.ever[shape] = _fits_when_empty(shape, pool, fleet)
+    return known
+
+
+def _fits_when_empty(shape: Shape, pool: TypePool, fleet: Fleet) -> bool:
     workers = 1 if not shape.is_gang else shape.min_workers
     numbered = number_workers(shape.kinds)
     if workers is not None:
@@ -370,7 +377,7 @@ def fits_when_empty(shape: Shape, pool: TypePool, fleet: Fleet) -> bool:
 
 def _out_of_service(pool: TypePool, fleet: Fleet) -> list[tuple[Code, int]]:
     """Cards nobody holds that take no work, by the reason why."""
-    if int(pool.usable.sum()) == int(pool.total.sum()):
+    if pool.usable_cards == pool.total_cards:
         return []
     unhealthy, unclean = 0, 0
     for node in pool.nodes:

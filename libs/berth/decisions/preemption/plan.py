@@ -37,6 +37,8 @@ class Making:
 
     plan: Plan | None = None
     pieces: list[Piece] = field(default_factory=list)
+    considered: list[Piece] = field(default_factory=list)
+    """All that some rule allowed to take."""
     blocked: dict[Code, int] = field(default_factory=dict)
     turn: Turn = field(default_factory=Turn)
     is_coming: bool = False
@@ -113,6 +115,7 @@ def _on_type(
 
         chosen = choose(search.pieces, _question(job, claim, card_type, scene, needed, judge, enough, search.pieces))
         if chosen is not None:
+            making.considered = search.pieces
             with scene.books.without([piece.taken for piece in chosen]):
                 making.turn = _try(job, claim, card_type, scene, worker) or making.turn
             return chosen

@@ -5,28 +5,33 @@ Order: higher priority first, then the tenant's share where a basis is set, then
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from berth.contracts.reasons import Reason
 from berth.decisions.placement.claim import Claim, Shape
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Waiting jobs with one claim, first submitted first. reasons: why the first of them did not start when tried."""
+    """Waiting jobs with one claim, first submitted first."""
 
     claim: Claim
     jobs: list[tuple[int, str]] = field(default_factory=list)
-    reasons: tuple[Reason, ...] = ()
 
     @property
     def head(self) -> tuple[int, str]:
         """Submission time (microseconds) and id of the first job."""
         return self.jobs[0]
 
+    @property
+    def key(self) -> Key:
+        """Order of the first job where no shares decide."""
+        return (-self.claim.priority, *self.jobs[0])
 
+
+Key = tuple[int, int, str]
 ANY_TYPE = ""
 
 
@@ -37,6 +42,8 @@ class WaitingSet:
         """Empty."""
         self._groups: dict[Claim, Group] = {}
         self._by_type: dict[str, dict[Shape, dict[Claim, Group]]] = {}
+        self._queues: dict[Shape, list[tuple[Key, int, Group]]] = {}
+        self._entries = 0
         self.awake: dict[Claim, Group] = {}
         self.size = 0
 
@@ -52,7 +59,28 @@ class WaitingSet:
         if at == len(group.jobs) or group.jobs[at] != (submitted, job_id):  # workers of one job may come back singly
             group.jobs.insert(at, (submitted, job_id))
             self.size += 1
+            if at == 0:
+                self.queue(group)
         return group
+
+    def queue(self, group: Group) -> None:
+        """Note a group's place among those of its shape; a place that is no longer right is passed over later."""
+        self._entries += 1
+        heapq.heappush(self._queues.setdefault(group.claim.shape, []), (group.key, self._entries, group))
+
+    def first(self, shape: Shape) -> Group | None:
+        """The group of a shape whose first job is served first."""
+        queue = self._queues.get(shape)
+        while queue:
+            key, _, group = queue[0]
+            if group.jobs and group.key == key and self._groups.get(group.claim) is group:
+                return group
+            heapq.heappop(queue)
+        return None
+
+    def take_first(self, shape: Shape) -> None:
+        """Pass over the first group of a shape until it is queued again."""
+        heapq.heappop(self._queues[shape])
 
     def remove(self, claim: Claim, submitted: int, job_id: str) -> None:
         """Take a job out; nothing happens where it does not wait."""
@@ -66,6 +94,7 @@ class WaitingSet:
         self.size -= 1
         if at == 0 and group.jobs:
             self.awake[claim] = group
+            self.queue(group)
         if not group.jobs:
             del self._groups[claim]
             self.awake.pop(claim, None)
@@ -74,6 +103,7 @@ class WaitingSet:
                 del shapes[claim.shape][claim]
                 if not shapes[claim.shape]:
                     del shapes[claim.shape]
+                    self._queues.pop(claim.shape, None)
 
     def shapes(self, card_type: str) -> Iterator[tuple[Shape, dict[Claim, Group]]]:
         """What waits for a card type (or for any), by shape."""

@@ -51,12 +51,16 @@ class QuotaBook:
         self._members: dict[str, list[str]] = {}
         self._pot: dict[tuple[str, str], Amount] = {}
         self._memory_mib: dict[str, int] = {}
+        self._left: dict[tuple[str, str], tuple[int, Amount]] = {}
+        self.version = 0
+        """Grows whenever a standing changes; whoever changes one says so."""
 
     def set_policy(self, policy: Policy) -> None:
         """Take new limits; use stays as it is."""
         self._policy = policy
         self._members = {}
         self._pot = {}
+        self.version += 1
         for name, tenant in policy.tenants.items():
             if tenant.cohort is not None:
                 self._members.setdefault(tenant.cohort, []).append(name)
@@ -132,6 +136,12 @@ class QuotaBook:
 
     def pot_left(self, cohort: str, card_type: str) -> Amount:
         """What of the pot nobody uses, now and when all that leaves has left; negative after a cut."""
+        known = self._left.get((cohort, card_type))
+        if known is None or known[0] != self.version:
+            known = self._left[cohort, card_type] = (self.version, self._pot_left(cohort, card_type))
+        return known[1]
+
+    def _pot_left(self, cohort: str, card_type: str) -> Amount:
         now: Amount = 0
         then: Amount = 0
         for member in self.members(cohort):
@@ -225,6 +235,10 @@ class QuotaBook:
         )
         room = max(standing.own - standing.taken, 0) + self.pot_left(cohort, card_type)
         return Code.LEND_LIMIT if kept and room + kept >= needed else Code.NOTHING_TO_BORROW
+
+    def used_on(self, card_type: str) -> Iterable[tuple[str, str, Standing]]:
+        """Standings on one card type, in no particular order."""
+        return ((name, kind, standing) for (name, kind), standing in self._standings.items() if kind == card_type)
 
     def used_lines(self) -> Iterable[tuple[str, str, Standing]]:
         """All standings, in order of tenant and card type."""

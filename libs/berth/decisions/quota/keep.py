@@ -57,6 +57,7 @@ class Keeper:
         """For one policy."""
         self._policy = policy
         self.keeps_anything = bool(policy.protection or policy.reservations)
+        self.lends = any(line.lend_when_idle and line.reserved for line in policy.protection)
         self._cache: tuple[datetime, dict[str, list[Keep]], list[Opening], datetime] | None = None
 
     def _at(self, now: datetime) -> tuple[datetime, dict[str, list[Keep]], list[Opening], datetime]:

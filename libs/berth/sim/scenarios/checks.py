@@ -365,11 +365,12 @@ def _records_hide(stage: Stage, wanted: Iterable[str]) -> Iterable[str]:
 
 def _readings(stage: Stage, wanted: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     for name, words in wanted.items():
-        was = stage.reading(name)
+        found = stage.reading(name)
+        was, since = found if found is not None else (None, None)
         if "gpu_util" in words and not equal(was, words["gpu_util"]):
             yield f"reading of {name}: expected gpu_util {words['gpu_util']}, was {was}"
-        if "none_after" in words and was is not None:
-            yield f"reading of {name}: expected none, was {was}"
+        if "none_after" in words and since is not None and since > stage.scenario.moment(words["none_after"]):
+            yield f"reading of {name}: expected none after {words['none_after']}, was {was} from {since}"
 
 
 def _nothing(stage: Stage, wanted: object) -> Iterable[str]:

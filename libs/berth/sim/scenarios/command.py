@@ -16,6 +16,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files or folders")
     parser.add_argument("--trace", metavar="ID", help="show every event of this one")
     parser.add_argument("--only", metavar="TEXT", help="only those whose id begins so")
+    parser.add_argument("--first", action="store_true", help="stop at the first that fails")
     args = parser.parse_args(list(argv))
     files = [found for path in args.paths for found in _files(path)]
     scenarios = [load(file) for file in files]
@@ -26,14 +27,14 @@ def main(argv: Sequence[str]) -> int:
     if not scenarios:
         print("nothing to play")
         return 2
-    return _play_all(scenarios, trace=bool(args.trace))
+    return _play_all(scenarios, trace=bool(args.trace), first=args.first)
 
 
 def _files(path: Path) -> list[Path]:
     return sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
 
 
-def _play_all(scenarios: Sequence[Scenario], *, trace: bool) -> int:
+def _play_all(scenarios: Sequence[Scenario], *, trace: bool, first: bool = False) -> int:
     passed = failed = skipped = 0
     for scenario in scenarios:
         if scenario.level == "service":
@@ -50,5 +51,7 @@ def _play_all(scenarios: Sequence[Scenario], *, trace: bool) -> int:
         failed += 1
         for failure in outcome.failures:
             print(f"{scenario.id} fail: step {failure.step} ({failure.at.isoformat()}), {failure.what}")
+        if first:
+            break
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return 1 if failed else 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from berth.contracts.envelope import Envelope
 from berth.contracts.events import (
+    AccessDenied,
     JobExtended,
     JobExtendRefused,
     JobExtendRequested,
@@ -34,6 +35,7 @@ from berth.decisions.placement.core import PlacementCore
 from berth.decisions.serving.core import VERSION_LABEL
 from berth.sim.platform import Platform, all_cores
 from berth.sim.programs import Program
+from berth.sim.scenarios.asking import ask
 from berth.sim.scenarios.load import Load
 from berth.sim.scenarios.scenario import (
     Scenario,
@@ -267,9 +269,11 @@ class Stage:
                     total += sum(part or memory[gpu] * a.gpu_milli / 1000 for gpu in a.gpus) / 1024
         return total
 
-    def reading(self, name: str) -> float | None:
-        """The GPU use shown for a job; None where nothing fresh is known."""
-        return None
+    def reading(self, name: str) -> tuple[float | None, datetime] | None:
+        """The last fresh GPU use of a job that still runs, and from when it is; None: there is none to show."""
+        job = self.job(name)
+        signals = self.platform.fleet.signals.get(job.id) if job is not None and job.holds else None
+        return None if signals is None else (signals.get("gpu_util"), signals["sampled_at"])
 
     def service(self, name: str) -> dict[str, Any]:
         """What is to be seen of a service."""
@@ -383,11 +387,34 @@ class Stage:
             self.answers[label] = Answer("submitted", jobs[0])
 
     def _do_cancel(self, job: str, by: str | None = None, label: str | None = None) -> None:
-        seen = self.job(job)
-        if seen is not None:
-            self.platform.cancel(seen.id, by=f"user:{by or 'somebody'}", tenant=seen.spec.tenant)
+        answer = ask(self, by=by or "somebody", what="cancel_job", job=job)
         if label:
-            self.answers[label] = Answer("not_found" if seen is None else "accepted")
+            self.answers[label] = answer
+
+    def _do_ask(
+        self,
+        by: str,
+        what: str,
+        label: str,
+        job: str | None = None,
+        tenant: str | None = None,
+        node: str | None = None,
+    ) -> None:
+        self.answers[label] = ask(self, by=by, what=what, job=job, tenant=tenant, node=node)
+
+    def deny(self, by: str, what: str) -> None:
+        """Put on record that somebody asked for what is not theirs."""
+        fact = AccessDenied(actor=f"user:{by}", action=what, at=self.platform.clock.now)
+        self.platform.tell(fact, "access", actor=f"user:{by}")
+
+    def told_about(self, name: str, by: str) -> str:
+        """What a user is told about a job: it, and why it waits, without names of what is not theirs."""
+        job = self.job(name)
+        if job is None:
+            return ""
+        reasons = self.why(job)
+        shown = [f"{r.code.value} { {k: v for k, v in r.facts.items() if k != 'tenant'} }" for r in reasons]
+        return " ".join([job.spec.name, job.spec.tenant, *shown])
 
     def _do_forget(self, job: str) -> None:
         """Its record goes; whatever still runs of it is stopped first, and counts until it has."""
@@ -605,7 +632,7 @@ class Stage:
         if self.role(by)[1] != OPERATOR:
             if label:
                 self.answers[label] = Answer("forbidden")
-            self.entries.append(Entry("access_denied", self.platform.clock.now, by=by))
+            self.deny(by, "change_policy")
             return
         self.document = document
         self._promise(self.propose(document, by=by), label)

@@ -275,9 +275,24 @@ def test_an_expired_launch_is_sent_again(desk: Desk[LifecycleCore]) -> None:
 def test_a_launch_refused_for_good_gives_the_job_back_without_charge(desk: Desk[LifecycleCore]) -> None:
     desk.feed(admitted(), placed())
     told = desk.feed(refused(desk, Code.GPU_BUSY))
+    assert kinds(told) == ["AttemptEnded", "JobRequeued"]
+    assert told[0].outcome is AttemptOutcome.NEVER_STARTED
+    assert told[1].charged == 0
+
+
+def test_a_command_that_no_node_could_start_is_the_jobs_own_failure(desk: Desk[LifecycleCore]) -> None:
+    desk.feed(admitted(), placed())
+    told = desk.feed(did_exit(code=None, reason=because(Code.START_REFUSED, errno=2, error="no such file")))
+    assert told == []
+    told = desk.feed(did_release())
+    assert kinds(told) == ["AttemptEnded", "JobFailed"]
+    assert told[1].cause.facts["error"] == "no such file"
+
+
+def test_a_start_that_the_node_refused_counts_against_the_node(desk: Desk[LifecycleCore]) -> None:
+    desk.feed(admitted(), placed())
+    told = desk.feed(did_exit(code=None, reason=because(Code.START_REFUSED, errno=11)), did_release())
     assert kinds(told) == ["StartFailed", "AttemptEnded", "JobRequeued"]
-    assert told[1].outcome is AttemptOutcome.NEVER_STARTED
-    assert told[2].charged == 0
 
 
 def test_starts_that_keep_going_wrong_are_spaced_out(desk: Desk[LifecycleCore]) -> None:
