@@ -537,10 +537,11 @@ class Round:
         state.drop_plan(job_id)
         limits = [state.books.quota.blocker(plan.tenant, t, amount) for t, amount in plan.needs.items()]
         turn = Turn(held=plan.held)
-        if not plan.held or not is_complete or any(limits):
+        has_parts = any(entry.part is not None for entry in plan.held)
+        if not plan.held or not is_complete or has_parts or any(limits):
             turn = take_turn(job.claim, self._scene, job=joins, worker=worker)
         if turn.held is not None and not any(limits):
-            self._freed = not is_complete
+            self._freed = not is_complete or has_parts
             if worker is None:
                 self.start(job, turn)
                 return True
@@ -565,18 +566,23 @@ class Round:
 
     # ---------------------------------------------------------------------------------------------- gangs short of one
     def _restore_gangs(self) -> None:
-        """Gangs that lost workers have the first claim on room for them."""
-        state = self._state
+        """Gangs that lost workers have the first claim on room for them: nobody who waits stands before them."""
+        state, scene = self._state, self._scene
+        if not state.short:
+            return
+        waiting = scene.shadows, scene.heads, scene.tenant_heads
+        scene.shadows, scene.heads, scene.tenant_heads = {}, {}, {}
         for job in sorted(state.short.values(), key=state.order_of):
             if job.is_leaving or not job.missing:
                 continue
-            turn = take_turn(job.claim, self._scene, job=job)
+            turn = take_turn(job.claim, scene, job=job)
             if turn.held is None:
                 continue
             state.books.take(job, turn.held)
             job.missing = ()
             del state.short[job.id]
             self._tell_placed(job, turn.held, turn)
+        scene.shadows, scene.heads, scene.tenant_heads = waiting
 
     # ---------------------------------------------------------------------------------------------- windows and cuts
     def _tell_windows(self) -> None:
