@@ -84,7 +84,7 @@ class LedgerAnswer(Wire):
 
 
 class PolicyCheckQuestion(Wire):
-    """To admission (`check_policy`): is this document right, and what would it change?"""
+    """To admission (`check_policy`): is this document right for the cards of this pool?"""
 
     document: dict[str, Any]
 

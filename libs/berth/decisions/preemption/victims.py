@@ -122,6 +122,8 @@ def rule_for(
         wanted = Rule.RECLAIM
     elif settings.fair == "final_share" and tenant != claim.tenant and _same_cohort(claim, card_type, scene, tenant):
         wanted = Rule.FAIR
+    elif _is_lower(scene, claim.job_class, job_class) and _within_unmet(claim, card_type, scene, needed):
+        wanted = Rule.UNMET  # what is missing to the reserve is no use of a cap
     elif any(job_class in cap.line.may_preempt for cap in caps):
         wanted = Rule.PROTECTION
         if all(cap.left <= 0 for cap in caps if job_class in cap.line.may_preempt):
@@ -157,14 +159,23 @@ def _is_lower(scene: Scene, mine: JobClass, theirs: JobClass) -> bool:
 
 
 def _unmet(claim: Claim, card_type: str, scene: Scene) -> Amount:
-    """What a line that takes from lower classes is short of, for this claim."""
-    keeps = scene.keeper.active(card_type, scene.now)
-    short = [
-        keep.reserved - scene.books.held_by(card_type, tenant=keep.tenant, job_class=keep.job_class)
-        for keep in keeps
-        if keep.preempts_lower and keep.covers(claim.tenant, claim.job_class)
-    ]
-    return max(short, default=0)
+    """What a line that takes from lower classes is short of, for this claim; what is on its way to its owners counts."""
+    most: Amount = 0
+    for keep in scene.keeper.active(card_type, scene.now):
+        if keep.preempts_lower and keep.covers(claim.tenant, claim.job_class):
+            have = scene.books.held_by(card_type, tenant=keep.tenant, job_class=keep.job_class)
+            for plan in scene.plans.values():
+                if keep.covers(plan.tenant, plan.job_class):
+                    have += plan.needs.get(card_type, 0)
+            most = max(most, keep.reserved - have)
+    return most
+
+
+def _within_unmet(claim: Claim, card_type: str, scene: Scene, needed: Amount) -> bool:
+    """Whether all that others would have to give up is missing to the reserve."""
+    unmet = _unmet(claim, card_type, scene)
+    pool = scene.books.fleet.pools.get(card_type)
+    return unmet > 0 and max(needed - (pool.free_total if pool is not None else 0), 0) <= unmet
 
 
 def _add_pieces(job: Job, card_type: str, scene: Scene, rule: Rule, search: Search) -> None:
@@ -227,6 +238,8 @@ class Judge:
 
     def allows(self, pieces: Sequence[Piece]) -> bool:
         """Whether these may be taken; otherwise `blocked` names the rule."""
+        if not self._lines and all(piece.is_whole and piece.rule is Rule.PRIORITY for piece in pieces):
+            return True
         return (
             _do_not_overlap(pieces)
             and self._keeps_gangs(pieces)
