@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from bench.errors import BenchFailed
 from bench.options import Options, be_silent, say
+from bench.pipeline.replay import replay
 from bench.pipeline.start_latency import start_latency
 from bench.pipeline.startup import platform
 from bench.pipeline.throughput import pipeline, processes
@@ -21,6 +22,7 @@ BENCHES: Final[dict[str, Callable[[Options], dict[str, Any]]]] = {
     "processes": processes,
     "start_latency": start_latency,
     "platform": platform,
+    "replay": replay,
 }
 
 

@@ -46,7 +46,7 @@ def _set(store: Store, starts: int, *, prefix: str) -> dict[str, Any]:
         sync_ms = fdatasync_p50_ms(platform.layout.home)
     found = {
         f"{prefix}p50_ms": round(statistics.median(spans), 1),
-        f"{prefix}p99_ms": round(statistics.quantiles(spans, n=100)[98], 1),
+        f"{prefix}p99_ms": round(statistics.quantiles(spans, n=100, method="inclusive")[98], 1),
         f"{prefix}max_ms": round(max(spans), 1),
         f"{prefix}fsync_ms": sync_ms,
     }

@@ -16,8 +16,10 @@ from berth.runtime.core_handler import CoreHandler
 from berth.runtime.event_service import EventService
 from berth.runtime.process import ServiceContext, run_service
 from berth.runtime.wiring import CHECKS, answering, event_service, wired
+from berth.telemetry.logs import get_logger
 from services.admission.settings import Settings
 
+log = get_logger("admission")
 SERVICE = "admission"
 FIRST_POLICY = "first-policy"
 
@@ -56,6 +58,14 @@ async def _propose_first(service: EventService[CoreHandler[AdmissionCore]], path
 
     def propose(handler: CoreHandler[AdmissionCore], now: datetime) -> None:
         if handler.core.policy_version == 0:
+            for problem in handler.core.check_policy(document, now=now).problems:
+                log.error(
+                    "first policy is refused, jobs are held",
+                    file=path.name,
+                    where=problem["path"],
+                    fault=problem["fault"],
+                    remedy=problem["remedy"],
+                )
             proposed = PolicyProposed(
                 proposal_id=FIRST_POLICY, document=document, author="platform", why=f"first policy, from {path.name}"
             )

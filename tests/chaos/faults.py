@@ -173,14 +173,20 @@ class Freeze(Fault):
         return f"freeze {self.part} for {self.seconds:g} s"
 
     async def strike(self, platform: TestPlatform, users: Users) -> None:
-        pid = platform.nats.pid if self.part == "nats" else platform.pid(self.part)
-        if not pid:
-            return
-        _kill(pid, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(self.seconds)
-        finally:
-            _kill(pid, signal.SIGCONT)
+        await freeze(platform, self.part, self.seconds)
+
+
+async def freeze(platform: TestPlatform, part: str, seconds: float) -> None:
+    """Let a server or a service stand still for so long."""
+    pid = await asyncio.to_thread(_server_pid, platform, part) or platform.pid(part)
+    pids = [pid, *(_children(pid) if part == "postgres" else ())]
+    for each in pids:
+        _kill(each, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        for each in pids:
+            _kill(each, signal.SIGCONT)
 
 
 def short_list() -> list[Fault]:
@@ -209,6 +215,7 @@ def every_fault(chance: random.Random) -> Iterator[Fault]:
         turn += [KillGatewayMidRequest(chance.choice((5, 20, 60))) for _ in range(3)]
         turn += [KillNats(), KillNats(), KillPostgres(), KillPostgres(), KillPostgresBackend(), KillEverything()]
         turn += [Freeze(part, chance.uniform(0.5, 4.0)) for part in ("nats", "placement", "lifecycle", "node_agent")]
+        turn += [Freeze(server, seconds) for server in ("nats", "postgres") for seconds in (2.0, 12.0)]
         turn += [Freeze(chance.choice(("placement", "lifecycle", "inventory", "audit")), 13.0), KillZygote()]
         chance.shuffle(turn)
         yield from turn
@@ -239,7 +246,7 @@ async def recovered(platform: TestPlatform) -> None:
 
 
 def _server_pid(platform: TestPlatform, server: str) -> int | None:
-    return platform.nats.pid if server == "nats" else platform.postgres.pid
+    return platform.nats.pid if server == "nats" else platform.postgres.pid if server == "postgres" else None
 
 
 def names(faults: Iterable[Fault]) -> list[str]:

@@ -1,8 +1,10 @@
-"""A node that is cut off: its work has stopped before anything of it is given away, and nothing of it counts later."""
+"""Silence longer than a lease: a node that is cut off has stopped its work before anything of it is given away; a
+platform that is away kills nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -20,12 +22,14 @@ from berth.bus.provision import ensure_node_consumers
 from berth.client.sdk import BerthClient
 from berth.testing.platform import POLICY, TestPlatform, embedded_platform, wait_until
 from tests.chaos.campaign import TERMINAL
+from tests.chaos.faults import freeze
 from tests.chaos.judge import Asked, judge_outside
 from tests.chaos.records import read_records
 from tests.chaos.users import PROGRAM
 
 pytestmark = [pytest.mark.chaos, pytest.mark.xdist_group("platform"), pytest.mark.timeout(180)]
 
+IS_LONG = os.environ.get("BERTH_TEST_CHAOS") == "long"
 SUSPECT_SECONDS, LOST_SECONDS = 2, 10
 FAR = "far"
 FLEET = "n1=2xH100-80G:nvswitch,n2=2xH100-80G:nvswitch"
@@ -59,7 +63,8 @@ async def _provision(platform: TestPlatform) -> None:
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> Path:
+def settings(tmp_path: Path) -> dict[str, str]:
+    """Of a platform with little patience, so that tests need little too."""
     document = yaml.safe_load(POLICY.read_text())
     document["defaults"]["recovery"] |= {
         "suspect_after": f"{SUSPECT_SECONDS}s",
@@ -68,14 +73,14 @@ def policy(tmp_path: Path) -> Path:
     }
     path = tmp_path / "policy.yaml"
     path.write_text(yaml.safe_dump(document))
-    return path
+    return {"BERTH_POLICY_FILE": str(path), "BERTH_SHORTEST_LOST_AFTER_SECONDS": "1"}
 
 
-def test_work_of_a_lost_node_has_ended_before_it_runs_elsewhere(policy: Path) -> None:
+def test_work_of_a_lost_node_has_ended_before_it_runs_elsewhere(settings: dict[str, str]) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="berth-far-") as folder,
         tempfile.TemporaryDirectory(prefix="berth-records-") as records,
-        embedded_platform(FLEET, environment={"BERTH_POLICY_FILE": str(policy)}) as platform,
+        embedded_platform(FLEET, environment=settings) as platform,
         another_agent(platform, Path(folder)) as agent,
         BerthClient(platform.url, platform.token) as client,
     ):
@@ -102,3 +107,19 @@ def test_work_of_a_lost_node_has_ended_before_it_runs_elsewhere(policy: Path) ->
         assert [(run.attempt, run.node) for run in runs] == [(1, FAR), (2, "n1")]
         assert not any(gpu.held_by for gpu in client.gpus())
         assert not Path(f"/proc/{runs[0].pid}").exists()
+
+
+@pytest.mark.parametrize("part", ["nats", *(("inventory", "postgres") if IS_LONG else ())])
+def test_an_outage_longer_than_the_lease_kills_no_work(settings: dict[str, str], part: str) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="berth-records-") as records,
+        embedded_platform(FLEET, environment=settings) as platform,
+        BerthClient(platform.url, platform.token) as client,
+    ):
+        program = [sys.executable, "-I", "-S", str(PROGRAM), records, f"{2 * LOST_SECONDS + 5}", "plain"]
+        job = client.submit({"name": "steady", "tenant": "research", "class": "general", "gpus": 1, "command": program})
+        wait_until(lambda: bool(read_records(Path(records))), 30, "it runs")
+        asyncio.run(freeze(platform, part, 2.0 * LOST_SECONDS))
+        assert client.wait(job.job_id, timeout_seconds=60).state == "succeeded"
+        assert [(run.attempt, run.code) for run in read_records(Path(records))] == [(1, 0)]
+        wait_until(lambda: {n.state for n in client.nodes()} == {"ready"}, 30, "every node is ready")

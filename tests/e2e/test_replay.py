@@ -153,6 +153,18 @@ def test_the_record_is_for_operators(platform: TestPlatform, tmp_path: Path) -> 
     assert not (tmp_path / "r").exists()
 
 
+def test_members_see_receipts_of_their_own_jobs_only(record: Path, platform: TestPlatform, tmp_path: Path) -> None:
+    berth, token = Berth(platform.layout.home), tmp_path / "token"
+    token.write_text(berth("token", "create", "bob", "--tenant", "product"))
+    jobs_of: dict[str, str] = {}
+    for line in read(record):
+        if isinstance(line, RecordedEvent) and "job.placed" in line.type:
+            placed = orjson.loads(line.payload)
+            jobs_of[placed["tenant"]] = placed["subject"]
+    assert "place" in berth("--token-file", str(token), "show", jobs_of["product"], "--receipt")
+    berth("--token-file", str(token), "show", jobs_of["research"], "--receipt", expect=3)
+
+
 def test_what_is_no_record_is_refused(offline: Berth, tmp_path: Path) -> None:
     (tmp_path / "r").write_text("{}\n")
     offline("replay", str(tmp_path / "r"), expect=2)

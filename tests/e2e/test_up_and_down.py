@@ -120,6 +120,13 @@ def test_a_second_up_says_that_it_runs_and_down_that_it_has_stopped() -> None:
         assert platform.processes() == {}
 
 
+def test_a_first_policy_with_faults_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("tenants: {a: {quota: {H100-80G: -1}}}\n")
+    Berth(tmp_path / "home")("up", "--policy", str(policy), expect=2)
+    assert not (tmp_path / "home").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
 def test_an_ordinary_user_needs_no_rights() -> None:
     try:

@@ -105,8 +105,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "preemption.reclaim",
         D + "preemption/victims.py",
-        "mine.taken + needed <= mine.quota and theirs.borrowed > 0",
-        "theirs.borrowed > 0",
+        'settings.reclaim == "borrowed"',
+        'settings.reclaim == ""',
     ),
     Break("preemption.fair", D + "preemption/victims.py", 'settings.fair == "final_share"', 'settings.fair == ""'),
     Break("preemption.trim_elastic", D + "preemption/victims.py", "if trims and least is not None:", "if False:"),
@@ -154,9 +154,9 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "protection max_preempt_share",
-        D + "preemption/victims.py",
-        "if all(cap.left <= 0 for cap in caps",
-        "if all(cap.left < -10**6 for cap in caps",
+        PLACE + "state.py",
+        "        if line.max_preempt_share is None:",
+        "        if True:",
     ),
     Break("protection when_unmet", D + "quota/keep.py", 'line.when_unmet == "preempt_lower_class",', "False,"),
     Break("placement.strategy", PLACE + "turn.py", 'is_packed = settings.strategy == "pack"', "is_packed = False"),

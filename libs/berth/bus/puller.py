@@ -160,7 +160,6 @@ class Puller:
         self._expected_seq: int | None = None  # consumer sequence of the next delivery; None: any
         self._last_seq: int | None = None  # stream sequence of the last message received; None: nothing known
         self._waiting_at_reset = 0  # messages that the consumer had for us then
-        self._delivered_at_reset = 0  # the stream sequence that it said it had delivered
         self._goal: int | None = None  # position of a `reset` that has not been done yet
         self._is_paused = True  # while a reset runs, or the server is away
         self._is_halted = False
@@ -495,10 +494,7 @@ class Puller:
         )
         self.counters.resets += 1
         self._expected_seq, self._last_seq, self._goal = 1, position, None
-        self._waiting_at_reset, self._delivered_at_reset = (
-            int(done["num_pending"]),
-            int(done["delivered"]["stream_seq"]),
-        )
+        self._waiting_at_reset = int(done["num_pending"])
         await self._listen()
         self._is_paused = False
         self._missing_since = None
@@ -524,11 +520,14 @@ class Puller:
                 info = await jsapi.call(self._bus, f"CONSUMER.INFO.{self.stream}.{self.consumer}")
             except BusError:
                 return  # pulling finds out by itself
-            delivered = info["delivered"]
-            is_ours = int(delivered["consumer_seq"]) + 1 == expected and (
-                expected > 1 or int(delivered["stream_seq"]) == self._delivered_at_reset
-            )
-            if is_ours or expected != self._expected_seq or self._is_paused:
+            if expected is None or expected != self._expected_seq or self._is_paused:
+                return
+            waiting = int(info["num_pending"])
+            if int(info["delivered"]["consumer_seq"]) + 1 == expected and (
+                expected > 1 or waiting >= self._waiting_at_reset  # nothing was delivered, so no fewer can wait
+            ):
+                if expected == 1:
+                    self._waiting_at_reset = waiting
                 return
             await asyncio.sleep(0.2)
         log.warning("consumer %s of %s was moved by another reader", self.consumer, self.stream)

@@ -95,7 +95,7 @@ class AdmissionCore(Core):
     @property
     def settings(self) -> dict[str, Any]:
         """What its answers depend on besides events."""
-        return {"shortest_lost_after": self._shortest_lost_after}
+        return {"shortest_lost_after": self._shortest_lost_after, "runs_services": self._runs_services}
 
     @property
     def policy_version(self) -> int:

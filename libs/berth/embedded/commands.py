@@ -60,6 +60,8 @@ def up(
     except ValueError as error:
         console.print(f"[red]--fleet:[/] {error}")
         raise typer.Exit(EXIT_USAGE) from None
+    if policy is not None:
+        _check_policy(policy)
     if is_supervised(layout):
         state = wait_for(layout, {"running", "failed", "stopped"}, UP_SECONDS)
         _tell_running(layout, state, as_json=as_json, is_new=False)
@@ -73,6 +75,23 @@ def up(
     _tell_running(layout, state, as_json=as_json, is_new=True)
     if state.state != "running":
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_policy(file: Path) -> None:
+    """Refuse a first policy that the platform would refuse: it would hold every job."""
+    import yaml
+
+    from berth.decisions.policy.check import check
+
+    try:
+        problems = check(yaml.safe_load(file.read_text()))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        console.print(f"[red]--policy {file}:[/] {error}")
+        raise typer.Exit(EXIT_USAGE) from None
+    for problem in problems:
+        console.print(f"[red]--policy {file}:[/] {problem.path}: {problem.fault}; {problem.remedy}")
+    if problems:
+        raise typer.Exit(EXIT_USAGE)
 
 
 def down(home: HomeOption = None, as_json: JsonOption = False) -> None:

@@ -137,7 +137,9 @@ class _Recorder:
         tally = Tally()
         for emission in batch.settled.emissions:
             tally.add(event_id(emission), emission_body(emission))
-        note = Note(sums=tally.sums, loaded=self._loaded.pop(service, None))
+        is_first = service not in self._commits
+        note = Note(sums=tally.sums, loaded=self._loaded.pop(service, batch.now if is_first else None))
+        note.settings = self._bus.core(service).settings
         if len(batch.took) != len(batch.events):
             note.took = [self._seqs[event.id] for event in batch.took]
         position = self._positions.get(service, 0)

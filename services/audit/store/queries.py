@@ -10,6 +10,8 @@ from services.audit.chain import START, Link, first_break
 
 _PAGE = 5000
 _PAGE_BYTES = 1 << 20
+_PAGE_ROWS = 1000
+"""About a mebibyte of usual events: more would be read in vain."""
 
 
 async def events_of(database: Database, *, entity: str | None, after: int, limit: int) -> list[dict[str, Any]]:
@@ -45,7 +47,7 @@ async def record_page(database: Database, *, after: int) -> dict[str, Any]:
             "SELECT stream_seq, recorded_at, type, payload FROM audit.record WHERE stream_seq > $1 "
             "ORDER BY stream_seq LIMIT $2",
             after,
-            _PAGE,
+            _PAGE_ROWS,
         )
     events: list[dict[str, Any]] = []
     size = 0

@@ -394,3 +394,17 @@ async def test_reader_notices_that_somebody_else_has_moved_its_consumer(
     finally:
         await puller.close()
     assert found == ["j0", "j1", "j2", *(["k0"] if comes_another else [])]
+
+
+async def test_quiet_reader_is_not_troubled_by_what_its_filter_skips(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("berth.bus.puller._QUIET_S", 0.1)
+    async with nats_platform(nats_server, {"placement": ["berth.evt.*.job.*.admitted"]}) as nats:
+        publisher = Publisher(await nats.connect("lifecycle"))
+        bus = await nats.connect("placement")
+        async with Puller(bus, EVENTS, "placement", contiguous=True, expires_s=1) as puller:
+            await puller.reset(0)
+            await publisher.publish(events(3), 5)
+            assert await puller.next(4) == []  # until the server has looked for something at a second request
+            assert (puller.counters.foreign, puller.counters.resets) == (0, 1)

@@ -34,13 +34,16 @@ async def test_every_event_has_its_effect_once_though_it_comes_twice(rig: Rig) -
 
 @pytest.mark.parametrize("point", ["before_commit", "between_commit_and_publish", "between_publish_and_ack"])
 async def test_a_process_killed_at_any_point_leaves_each_effect_once(rig: Rig, point: str) -> None:
+    died = asyncio.Event()
+
     def die() -> None:
+        died.set()
         raise Crash
 
     faults.arm(f"admission.{point}:1", action=die)
     async with rig.running():
         await rig.submit("a", "b", "c")
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(died.wait(), 10)
     faults.arm(None)
     async with rig.running() as service:
         await rig.submit("d")

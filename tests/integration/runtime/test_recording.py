@@ -108,14 +108,17 @@ async def test_repeats_parked_messages_and_what_an_operator_mended_are_decided_a
 
 @pytest.mark.parametrize("point", ["before_commit", "between_commit_and_publish", "between_publish_and_ack"])
 async def test_a_process_killed_at_any_point_leaves_a_record_that_holds(rig: Rig, point: str) -> None:
+    died = asyncio.Event()
+
     def die() -> None:
+        died.set()
         raise Crash
 
     rig.handler_class = RecordedHandler
     faults.arm(f"admission.{point}:1", action=die)
     async with rig.running():
         await rig.submit("a", "b", "c")
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(died.wait(), 10)
     faults.arm(None)
     async with rig.running() as service:
         await rig.submit("d")

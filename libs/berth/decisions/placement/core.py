@@ -416,6 +416,8 @@ class PlacementCore(Core):
         while self._wakes and self.jobs.get(self._wakes[0][1]) is None:
             heapq.heappop(self._wakes)
         times = [moment(self._wakes[0][0])] if self._wakes else []
+        if self.state.left is not None:
+            times.append(self.state.now)
         if self._rule_wake:
             times.append(moment(self._rule_wake))
         if self._boundary is not None:
@@ -435,6 +437,9 @@ class PlacementCore(Core):
         for _, body in by_kind.get("meta", ()):
             state.fence, state.state_version, state.plan_number = body["fence"], body["state_version"], body["plan"]
             state.open_windows = list(body["open"])
+            if body["left"] is not None:
+                priority, share, submitted, job_id = body["left"][1]
+                state.left = (list(body["left"][0]), (priority, share, submitted, job_id))
             state.out.counters.update(body["windows"])
             state.window_entities = dict.fromkeys(body["windows"])
             at = moment(body["at"])

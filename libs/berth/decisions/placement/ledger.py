@@ -39,6 +39,8 @@ class Ledger:
         self.dirty_tenants: dict[str, None] = {}
         self.held_for: dict[str, str] = {}
         """Cards kept for a job that others make room for: UUID -> that job."""
+        self.promised: dict[str, int] = {}
+        """How many of these there are, by card type."""
         self.on_hold: dict[str, int] = {}
         """Of those the ones that nobody holds any more, by card type."""
 
@@ -74,7 +76,7 @@ class Ledger:
         claim = job.claim
         standing = self.quota.of(claim.tenant, entry.card_type)
         standing.used += amount
-        self.quota.version += 1
+        self.quota.changed()
         if job.leaves(entry.worker):
             standing.leaving += amount
         self.quota.use_memory(claim.tenant, entry.memory_mib * sign)
@@ -129,7 +131,7 @@ class Ledger:
             was = ALL in before or entry.worker in before
             if not was and (ALL in after or entry.worker in after):
                 self.quota.of(job.claim.tenant, entry.card_type).leaving += entry.amount
-                self.quota.version += 1
+                self.quota.changed()
                 self.dirty_types.add(entry.card_type)
         job.leaving = frozenset(after)
 
@@ -138,6 +140,8 @@ class Ledger:
         """Keep cards for a job: free ones from now on, others as soon as they are given back."""
         for entry in held:
             for uuid in entry.gpus:
+                if uuid not in self.held_for:
+                    self.promised[entry.card_type] = self.promised.get(entry.card_type, 0) + 1
                 self.held_for[uuid] = job_id
             self._keep_promises(entry)
 
@@ -158,6 +162,7 @@ class Ledger:
             for uuid in entry.gpus:
                 if self.held_for.get(uuid) == job_id:
                     del self.held_for[uuid]
+                    self.promised[entry.card_type] -= 1
                 node = self.fleet.nodes.get(entry.node)
                 card = node.by_uuid.get(uuid) if node else None
                 if card is not None and card.owner == f"hold:{job_id}":
@@ -172,6 +177,7 @@ class Ledger:
 
         Cards that are kept for some other job stay out of reach.
         """
+        version = self.quota.version
         out: list[tuple[Job, Held]] = []
         for piece in taken:
             for entry in piece.job.held:
@@ -188,6 +194,7 @@ class Ledger:
                 if not any(uuid in self.held_for for uuid in entry.gpus):
                     self._take_cards(job, entry)
                 self._count(job, entry, 1)
+            self.quota.version = version
 
     # ----------------------------------------------------------------------------------------------------- questions
     def held_by(self, card_type: str, *, tenant: str | None = None, job_class: JobClass | None = None) -> Amount:

@@ -17,7 +17,7 @@ from berth.decisions.placement.claim import Amount, Claim, Shape, plain
 from berth.decisions.placement.considered import nodes_chosen, victims_considered
 from berth.decisions.placement.jobs import Held, Job, Phase, micros
 from berth.decisions.placement.scene import Plan, Scene
-from berth.decisions.placement.state import State
+from berth.decisions.placement.state import Order, State
 from berth.decisions.placement.turn import OWN_LIMITS, Turn, could_fit, options, take_turn, to_assignments
 from berth.decisions.preemption.plan import (
     blocked_reasons,
@@ -34,10 +34,13 @@ from berth.decisions.queueing.waiting import Group
 TOLD_PER_GROUP = 16
 """Jobs of one group that are told at once when the reasons of the whole group change."""
 
+VICTIM_SEARCHES = 12
+"""Claims for which one pass looks for victims in vain. Where more may have a new answer, the next pass goes on from
+there: a long queue must not hold up what can start at once."""
+
 MAX_SWEEPS = 100
 """More than any pass needs; a pass that goes on for longer goes round in a circle."""
 
-Order = tuple[int, float, int, str]
 _GROUP, _PLAN, _SHAPE = 0, 1, 2
 """What an entry of a sweep stands for: a group that is awake, room that is being made, the groups of a shape."""
 
@@ -50,6 +53,9 @@ class Round:
         self._state = state
         self._scene = state.new_scene()
         self._freed = False
+        self._searches = 0
+        self._stopped_at: Order | None = None
+        self._all_dirty: set[str] = set()
         self._placed = False
         self._was_fair = False
         self._passed: list[Group] = []
@@ -81,6 +87,10 @@ class Round:
             if not self._sweep():
                 break
         self._tell_fresh()
+        left = None if self._stopped_at is None else (sorted(self._all_dirty), self._stopped_at)
+        if left != state.left:
+            state.left = left
+            state.touch_meta()
         state.waiting.awake = {}
         state.books.dirty_types = set()
         state.note_usage()
@@ -157,6 +167,9 @@ class Round:
         """
         state = self._state
         dirty = sorted(state.books.dirty_types)
+        self._all_dirty |= state.books.dirty_types
+        if state.left is not None and not self._searches:
+            self._go_on(*state.left)
         if self._keeps_order:
             if dirty or state.waiting.awake or state.fresh:
                 state.waiting.wake_all()
@@ -176,6 +189,20 @@ class Round:
                         if state.preempts(group.claim.job_class) and self._potential.could_do(group.claim)
                     )
         return dirty, list(shapes)
+
+    def _go_on(self, types: Sequence[str], order: Order) -> None:
+        """Wake those that the last pass left, where it looked for victims in vain for others."""
+        state = self._state
+        self._all_dirty.update(types)
+        for card_type in types or sorted(state.books.fleet.pools):
+            for _, groups in state.waiting.shapes(card_type):
+                state.waiting.wake(
+                    group
+                    for group in groups.values()
+                    if state.preempts(group.claim.job_class)
+                    and state.order(group) >= order
+                    and self._potential.could_do(group.claim)
+                )
 
     def _shape_turn(self, group: Group) -> Group | None:
         """The turn of the first group of a shape; returns the group of that shape that follows, if room is left."""
@@ -223,13 +250,23 @@ class Round:
                 self.start(job, tried)
                 return True
             turn.reasons += tried.reasons
-            if state.preempts(claim.job_class):
+            if state.preempts(claim.job_class) and self._potential.could_do(claim):
+                if self._searches >= VICTIM_SEARCHES and not self._keeps_order:
+                    self._stop_searching(group)
+                    return False
                 made, stops = self._make_room(job, step, tried.reasons)
                 blocked.update(stops)
                 if made:
                     return True
+                self._searches += 1
         self._defer(group, job, turn, blocked)
         return False
+
+    def _stop_searching(self, group: Group) -> None:
+        """Leave this claim, and those behind it, to the next pass."""
+        order = self._state.order(group)
+        if self._stopped_at is None or order < self._stopped_at:
+            self._stopped_at = order
 
     def _loose_turn(self, group: Group, job: Job) -> bool:
         """Independent workers: each starts where it fits; the others go on waiting."""
@@ -491,10 +528,11 @@ class Round:
         state.drop_plan(job_id)
         limits = [state.books.quota.blocker(plan.tenant, t, amount) for t, amount in plan.needs.items()]
         turn = Turn(held=plan.held)
-        if not plan.held or not is_complete or any(limits):
+        has_parts = any(entry.part is not None for entry in plan.held)
+        if not plan.held or not is_complete or has_parts or any(limits):
             turn = take_turn(job.claim, self._scene, job=joins, worker=worker)
         if turn.held is not None and not any(limits):
-            self._freed = not is_complete
+            self._freed = not is_complete or has_parts
             if worker is None:
                 self.start(job, turn)
                 return True
@@ -519,18 +557,23 @@ class Round:
 
     # ---------------------------------------------------------------------------------------------- gangs short of one
     def _restore_gangs(self) -> None:
-        """Gangs that lost workers have the first claim on room for them."""
-        state = self._state
+        """Gangs that lost workers have the first claim on room for them: nobody who waits stands before them."""
+        state, scene = self._state, self._scene
+        if not state.short:
+            return
+        waiting = scene.shadows, scene.heads, scene.tenant_heads
+        scene.shadows, scene.heads, scene.tenant_heads = {}, {}, {}
         for job in sorted(state.short.values(), key=state.order_of):
             if job.is_leaving or not job.missing:
                 continue
-            turn = take_turn(job.claim, self._scene, job=job)
+            turn = take_turn(job.claim, scene, job=job)
             if turn.held is None:
                 continue
             state.books.take(job, turn.held)
             job.missing = ()
             del state.short[job.id]
             self._tell_placed(job, turn.held, turn)
+        scene.shadows, scene.heads, scene.tenant_heads = waiting
 
     # ---------------------------------------------------------------------------------------------- windows and cuts
     def _tell_windows(self) -> None:

@@ -33,6 +33,9 @@ from berth.decisions.queueing.waiting import Group, WaitingSet
 from berth.decisions.quota.keep import Keeper
 from berth.decisions.receipts import make_receipt
 
+Order = tuple[int, float, int, str]
+"""When a job has its turn: priority (negative), share, time of submission, id."""
+
 
 @dataclass(slots=True)
 class ShareWindow:
@@ -63,6 +66,8 @@ class State:
     fence: int = 0
     plan_number: int = 0
     cuts_due: bool = False
+    left: tuple[list[str], Order] | None = None
+    """Where the last pass stopped looking for victims: card types that had changed, and the first claim not tried."""
     window_entities: dict[str, None] = field(default_factory=dict)
     now: datetime = field(default_factory=lambda: datetime.fromtimestamp(0, UTC))
     cause: str = ""
@@ -152,13 +157,13 @@ class State:
         )
 
     # ------------------------------------------------------------------------------------------------------- order
-    def order(self, group: Group) -> tuple[int, float, int, str]:
+    def order(self, group: Group) -> Order:
         """When a group's first job has its turn."""
         claim = group.claim
         submitted, job_id = group.head
         return (-claim.priority, self.share(claim), submitted, job_id)
 
-    def order_of(self, job: Job) -> tuple[int, float, int, str]:
+    def order_of(self, job: Job) -> Order:
         """When a job has its turn."""
         return (-job.claim.priority, self.share(job.claim), job.submitted, job.id)
 
@@ -207,7 +212,7 @@ class State:
     def _promise(self, plan: Plan, sign: int) -> None:
         for card_type, amount in plan.needs.items():
             self.books.quota.of(plan.tenant, card_type).claimed += sign * amount
-            self.books.quota.version += 1
+            self.books.quota.changed()
 
     # -------------------------------------------------------------------------------------------- tell and record
     def touch(self, job: Job) -> None:
@@ -312,6 +317,7 @@ class State:
                     "state_version": self.state_version,
                     "plan": self.plan_number,
                     "open": list(self.open_windows),
+                    "left": None if self.left is None else [self.left[0], list(self.left[1])],
                     "windows": {k: self.out.counters[k] for k in self.window_entities},
                     "at": micros(self.now),
                 },

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import combinations
 
 from berth.decisions.placement.claim import Amount
 from berth.decisions.placement.jobs import Held
 from berth.decisions.preemption.victims import Piece
 
-EXACT = 12
+EXACT = 10
 """Up to so many pieces every subset is looked at."""
-NODES_LOOKED_AT = 24
-TRIES = 400
-"""Most sets that are put to the test for one answer."""
+NODES_LOOKED_AT = 8
+FEW = 8
+TRIES = 255
+NODE_TRIES = 12
+"""Most sets that are put to the test for one answer, and for an answer on single nodes."""
+PREFIXES = 400
+"""Most victims that are thought of for one job."""
+SPARED = 64
+"""Most victims that are tried to be spared one by one."""
 
 Test = Callable[[Sequence[Piece]], bool]
 
@@ -80,8 +87,13 @@ def choose(pieces: Sequence[Piece], question: Question) -> list[Piece] | None:
     """The best set that is enough; None where none is."""
     if not pieces or not question.may_do(pieces):
         return None
+    whole = [piece for piece in pieces if piece.is_whole]
+    if len(whole) <= PREFIXES and not question.enough(whole):
+        return None
     if len(pieces) <= EXACT:
-        return _best_of((chosen for chosen in _subsets(pieces) if question.may_do(chosen)), question)
+        found = _best_of((chosen for chosen in _subsets(pieces) if question.may_do(chosen)), question, TRIES)
+        if found is not None or len(pieces) <= FEW:
+            return found
     if question.node_short is not None:
         found = _on_single_nodes(pieces, question, question.node_short)
         if found is not None:
@@ -94,8 +106,8 @@ def _subsets(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, ...]]:
         yield from combinations(pieces, size)
 
 
-def _best_of(sets: Iterable[tuple[Piece, ...]], question: Question) -> list[Piece] | None:
-    for chosen in sorted(sets, key=question.key)[:TRIES]:
+def _best_of(sets: Iterable[tuple[Piece, ...]], question: Question, tries: int) -> list[Piece] | None:
+    for chosen in nsmallest(tries, sets, key=question.key):
         if question.does(chosen):
             return list(chosen)
     return None
@@ -104,14 +116,16 @@ def _best_of(sets: Iterable[tuple[Piece, ...]], question: Question) -> list[Piec
 def _on_single_nodes(
     pieces: Sequence[Piece], question: Question, node_short: Callable[[str], Amount]
 ) -> list[Piece] | None:
+    """The best set on one node: roughly for all nodes, then completely for the most promising ones."""
     by_node: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        for node in sorted({entry.node for entry in _held(piece)}):
+    for piece in sorted(pieces, key=lambda piece: question.key([piece])):
+        for node in {entry.node: None for entry in _held(piece)}:
             by_node.setdefault(node, []).append(piece)
     rough: list[tuple[tuple[object, ...], str, list[Piece]]] = []
-    for node, here in by_node.items():
-        ranked = sorted(here, key=lambda piece: question.key([piece]))
-        short, got, prefix = node_short(node), 0, []
+    for node, ranked in by_node.items():
+        short = node_short(node)
+        got: Amount = 0
+        prefix: list[Piece] = []
         for piece in ranked:
             prefix.append(piece)
             got += _on_node(piece, node)
@@ -119,12 +133,18 @@ def _on_single_nodes(
                 rough.append((question.key(prefix), node, ranked[:EXACT]))
                 break
     sets: dict[tuple[Piece, ...], None] = {}
-    for _, node, ranked in sorted(rough, key=lambda entry: entry[:2])[:NODES_LOOKED_AT]:
-        short = node_short(node)
-        for chosen in _subsets(ranked):
-            if sum(_on_node(piece, node) for piece in chosen) >= short:
-                sets[chosen] = None
-    return _best_of(sets, question)
+    for _, node, ranked in nsmallest(NODES_LOOKED_AT, rough, key=lambda entry: entry[:2]):
+        sets.update(dict.fromkeys(_least_on(node, ranked, node_short(node))))
+    return _best_of(sets, question, NODE_TRIES)
+
+
+def _least_on(node: str, ranked: Sequence[Piece], short: Amount) -> Iterator[tuple[Piece, ...]]:
+    """Sets that free enough of a node, and would not without any one of theirs."""
+    amounts = {piece: _on_node(piece, node) for piece in ranked}
+    for chosen in _subsets(ranked):
+        got = [amounts[piece] for piece in chosen]
+        if sum(got) >= short and sum(got) - min(got) < short:
+            yield chosen
 
 
 def _held(piece: Piece) -> Iterator[Held]:
@@ -137,19 +157,27 @@ def _on_node(piece: Piece, node: str) -> int:
 
 
 def _greedy(ranked: Sequence[Piece], question: Question) -> list[Piece] | None:
-    chosen: list[Piece] = []
-    is_enough = False
+    """Take in order of preference until it is enough (what is enough stays enough with more), then spare whom one can."""
+    allowed: list[Piece] = []
+    prefixes: list[list[Piece]] = []
     for piece in ranked:
-        kept = [other for other in chosen if not (piece.is_whole and other.job is piece.job)]
-        if any(other.job is piece.job and other.is_whole for other in kept) or not question.allowed([*kept, piece]):
-            continue
-        chosen = [*kept, piece]
-        if question.may_do(chosen) and question.enough(chosen):
-            is_enough = True
-            break
-    if not is_enough:
+        kept = [other for other in allowed if not (piece.is_whole and other.job is piece.job)]
+        if question.allowed([*kept, piece]):
+            allowed = [*kept, piece]
+            prefixes.append(allowed)
+            if len(prefixes) >= PREFIXES:
+                break
+    low, high = 0, len(prefixes)
+    while low < high:
+        middle = (low + high) // 2
+        if question.may_do(prefixes[middle]) and question.enough(prefixes[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    if low == len(prefixes):
         return None
-    for piece in list(reversed(chosen[:-1])):
+    chosen = prefixes[low]
+    for piece in list(reversed(chosen))[:SPARED]:
         without = [other for other in chosen if other is not piece]
         if question.may_do(without) and question.does(without):
             chosen = without

@@ -205,8 +205,9 @@ def _plan(job: Job, scene: Scene, turn: Turn, pieces: Sequence[Piece]) -> Plan:
         if owner not in victims:
             victims[owner] = None
             attempts[owner] = scene.books.placed[owner].attempt
-    whole = [entry for entry in held if entry.part is None]
-    return Plan(job.id, job.claim.tenant, job.claim.job_class, whole, needs, victims, attempts)
+    # a part of a card that others share frees up in place; a card that a victim has as a whole is kept as a whole
+    kept = [entry for entry in held if entry.part is None or owners_of([entry], scene)]
+    return Plan(job.id, job.claim.tenant, job.claim.job_class, kept, needs, victims, attempts)
 
 
 def owners_of(held: Sequence[Held], scene: Scene) -> list[str]:

@@ -30,9 +30,28 @@ class Potential:
             least = min(kind.gpus for kind in shape.kinds) * (shape.min_workers or 1)
         for card_type in options(shape, self._scene.books.fleet, self._scene.policy):
             pool = self._scene.books.fleet.pools.get(card_type)
-            if pool is not None and pool.free_total + self._room(claim, card_type) >= least:
+            if pool is None or pool.free_total + self._room(claim, card_type) < least:
+                continue
+            ceiling = self._scene.books.quota.ceiling(claim.tenant, card_type)
+            if ceiling is None or self._stays(claim, card_type) + least <= ceiling:
                 return True
         return False
+
+    def _stays(self, claim: Claim, card_type: str) -> Amount:
+        """What the tenant itself will go on holding whoever is stopped for the claim."""
+        standing = self._scene.books.quota.of(claim.tenant, card_type)
+        if self._scene.policy.for_class(claim.job_class).preemption.by_priority == "off":
+            return standing.used - standing.leaving if not self._scene.policy.protection else 0
+        key = (card_type, claim.tenant, "stays", claim.priority)
+        known = self._memo.get(key)
+        if known is None:
+            lower = sum(
+                amount
+                for priority, tenant, amount in self._crews(card_type)
+                if tenant == claim.tenant and priority < claim.priority
+            )
+            known = self._memo[key] = standing.used - standing.leaving - lower
+        return known if not self._scene.policy.protection else 0
 
     def _room(self, claim: Claim, card_type: str) -> Amount:
         key = (card_type, claim.tenant, claim.job_class.value, claim.priority)
@@ -44,7 +63,10 @@ class Potential:
     def _sum(self, claim: Claim, card_type: str) -> Amount:
         scene = self._scene
         settings = scene.policy.for_class(claim.job_class).preemption
-        total: Amount = sum(standing.leaving for _, _, standing in scene.books.quota.used_on(card_type))
+        books = scene.books
+        leaving: Amount = sum(standing.leaving for _, _, standing in books.quota.used_on(card_type))
+        # What leaves for others is theirs.
+        total = max(leaving - books.promised.get(card_type, 0) + books.on_hold.get(card_type, 0), 0)
         if settings.by_priority != "off":
             own_only = settings.by_priority == "same_tenant"
             total += sum(

@@ -238,6 +238,8 @@ class Judge:
 
     def allows(self, pieces: Sequence[Piece]) -> bool:
         """Whether these may be taken; otherwise `blocked` names the rule."""
+        if not self._lines and all(piece.is_whole and piece.rule is Rule.PRIORITY for piece in pieces):
+            return True
         return (
             _do_not_overlap(pieces)
             and self._keeps_gangs(pieces)

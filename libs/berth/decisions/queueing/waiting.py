@@ -59,8 +59,8 @@ class WaitingSet:
         if at == len(group.jobs) or group.jobs[at] != (submitted, job_id):  # workers of one job may come back singly
             group.jobs.insert(at, (submitted, job_id))
             self.size += 1
-            if at == 0:
-                self.queue(group)
+        if at == 0:
+            self.queue(group)
         return group
 
     def queue(self, group: Group) -> None:

@@ -53,14 +53,20 @@ class QuotaBook:
         self._memory_mib: dict[str, int] = {}
         self._left: dict[tuple[str, str], tuple[int, Amount]] = {}
         self.version = 0
-        """Grows whenever a standing changes; whoever changes one says so."""
+        """Another number for every state of the standings; whoever changes one calls `changed`."""
+        self._last_version = 0
+
+    def changed(self) -> None:
+        """Say that a standing has changed."""
+        self._last_version += 1
+        self.version = self._last_version
 
     def set_policy(self, policy: Policy) -> None:
         """Take new limits; use stays as it is."""
         self._policy = policy
         self._members = {}
         self._pot = {}
-        self.version += 1
+        self.changed()
         for name, tenant in policy.tenants.items():
             if tenant.cohort is not None:
                 self._members.setdefault(tenant.cohort, []).append(name)
