@@ -202,9 +202,9 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "recovery.suspect_after",
-        D + "health/core.py",
-        "            if silent < self._suspect_after:",
-        "            if silent < self._lost_after:",
+        PLACE + "fleet.py",
+        "self.changed.state is NodeState.READY and not self.changed.cordoned",
+        "not self.changed.cordoned",
     ),
     Break("recovery.gang_grace", LIFE + "nodes.py", "if spec is None or not grace or", "if True or"),
     Break("recovery.max_restarts", LIFE + "retry.py", "    if charged >= allowed:", "    if charged > allowed:"),
