@@ -269,8 +269,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "service.to_zero_after",
         D + "serving/core.py",
-        "service.load > 0 or not service.ready:",
-        "service.load > 0:",
+        "after = spec.scale_down_after if spec.to_zero_after is None else spec.to_zero_after",
+        "after = 0",
     ),
     Break("service.ready_timeout", D + "serving/core.py", "        if limit is None:", "        if True:"),
     Break(
