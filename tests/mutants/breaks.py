@@ -202,9 +202,9 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "recovery.suspect_after",
-        D + "health/core.py",
-        "            if silent < self._suspect_after:",
-        "            if silent < self._lost_after:",
+        PLACE + "fleet.py",
+        "self.changed.state is NodeState.READY and not self.changed.cordoned",
+        "not self.changed.cordoned",
     ),
     Break("recovery.gang_grace", LIFE + "nodes.py", "if spec is None or not grace or", "if True or"),
     Break("recovery.max_restarts", LIFE + "retry.py", "    if charged >= allowed:", "    if charged > allowed:"),
@@ -269,8 +269,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "service.to_zero_after",
         D + "serving/core.py",
-        "service.load > 0 or not service.ready:",
-        "service.load > 0:",
+        "after = spec.scale_down_after if spec.to_zero_after is None else spec.to_zero_after",
+        "after = 0",
     ),
     Break("service.ready_timeout", D + "serving/core.py", "        if limit is None:", "        if True:"),
     Break(

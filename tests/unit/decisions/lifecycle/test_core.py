@@ -350,6 +350,14 @@ def test_reports_with_an_older_fence_are_ignored(desk: Desk[LifecycleCore]) -> N
     assert len(desk.all(AttemptEnded)) == 1
 
 
+def test_reports_with_an_older_fence_are_ignored_within_one_attempt_too(desk: Desk[LifecycleCore]) -> None:
+    desk.feed(admitted(spec=a_spec(workers=2, gang=False)), placed(nodes=("n1", "n2")))
+    desk.feed(did_start(worker=0), did_start(worker=1, node="n2"), lost("n2"))
+    again = placed(fence=2, nodes=("n1", "n1"))
+    desk.feed(again.model_copy(update={"assignments": again.assignments[1:]}))
+    assert kinds(desk.feed(did_exit(worker=1, fence=1), did_release(worker=1, fence=1))) == ["StaleReportIgnored"] * 2
+
+
 def test_a_release_that_overtakes_the_exit_waits_for_it(desk: Desk[LifecycleCore]) -> None:
     desk.feed(admitted(), placed(), did_start())
     assert desk.feed(did_release()) == []
