@@ -31,8 +31,8 @@ FLEET: Final = (
     "h1=8xH100-80G:nvswitch,h2=8xH100-80G:nvswitch,h3=8xH100-80G:nvswitch,h4=8xH100-80G:nvswitch,a1=4xA100-40G:pcie"
 )
 TERMINAL: Final = [f"berth.job.{fact}.v1" for fact in ("refused", "succeeded", "failed", "cancelled", "reclaimed")]
-END_SECONDS: Final = 90.0
-SETTLE_SECONDS: Final = 20.0
+END_SECONDS: Final = 120.0
+SETTLE_SECONDS: Final = 30.0
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from tests.chaos.users import Users
 
 POINTS: Final = ("before_commit", "between_commit_and_publish", "between_publish_and_ack")
 AGENT_POINTS: Final = ("before_start", "between_start_and_ack", "before_publish", "between_publish_and_note")
-STRIKE_SECONDS: Final = 20.0
-RECOVER_SECONDS: Final = 60.0
+STRIKE_SECONDS: Final = 40.0
+RECOVER_SECONDS: Final = 90.0
 
 
 class DidNotStrike(Exception):

@@ -106,6 +106,18 @@ def test_one_byte_of_one_event_is_found(record: Path, offline: Berth, tmp_path: 
     assert '"max_restarts":2' in text.partition("actual")[2]
 
 
+def test_a_record_up_to_an_instant_is_whole_too(
+    record: Path, platform: TestPlatform, offline: Berth, tmp_path: Path
+) -> None:
+    commits = [line for line in read(record) if isinstance(line, Commit)]
+    until = commits[len(commits) // 2].clock.isoformat()
+    part = tmp_path / "part.jsonl"
+    said = Berth(platform.layout.home).json("record", "export", str(part), "--until", until)
+    assert 0 < said["commits"] < len(commits)
+    assert all(line.clock.isoformat() <= until for line in read(part) if isinstance(line, Commit))
+    assert offline.json("replay", str(part))["is_equal"]
+
+
 def test_the_last_decision_shows_what_it_stood_on(record: Path, platform: TestPlatform) -> None:
     berth = Berth(platform.layout.home)
     events = [line for line in read(record) if isinstance(line, RecordedEvent) and "job.placed" in line.type]

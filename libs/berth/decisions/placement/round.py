@@ -7,7 +7,7 @@ plans room for it, or leaves it waiting with its reasons.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from berth.contracts.base import JobClass
@@ -143,6 +143,8 @@ class Round:
         if now > order:
             return (now, _GROUP, group)
         if self._has_same_answer(group):
+            types = options(group.claim.shape, state.books.fleet, state.policy)
+            self._bear_on_others(state.jobs[group.head[1]], types, set())
             return None
         if not self._group_turn(group):
             self._was_fair |= state.is_fair(group.claim.job_class)
@@ -222,11 +224,8 @@ class Round:
         """Whether nothing that is free, or could be made free, is enough: then the answer stays what it was."""
         state = self._state
         claim = group.claim
-        if (
-            self._keeps_order
-            or state.jobs[group.head[1]].told is None
-            or could_fit(claim.shape, state.books.fleet, state.policy)
-        ):
+        is_new = state.jobs[group.head[1]].told is None
+        if is_new or could_fit(claim.shape, state.books.fleet, state.policy):
             return False
         return not state.preempts(claim.job_class) or not self._potential.could_do(claim)
 
@@ -365,7 +364,6 @@ class Round:
                 state.wakes.append((soonest, job.id))
         if not self._keeps_order:
             return
-        settings = state.policy.for_class(claim.job_class)
         # Held back by nothing but the tenant's own limits, or by a job of the tenant that is.
         own = {r.facts.get("card_type") for r in turn.reasons if r.code in OWN_LIMITS}
         own |= {card_type for card_type in types if (card_type, claim.tenant) in scene.tenant_heads}
@@ -375,6 +373,17 @@ class Round:
             for r in turn.reasons
             if r.code not in OWN_LIMITS and r.code is not Code.BEHIND_IN_QUEUE
         }
+        self._bear_on_others(job, types, own)
+
+    def _bear_on_others(self, job: Job, types: Sequence[str], own: Container[object]) -> None:
+        """What a job that stays waiting means for those behind it: they may not overtake it, or not delay its start.
+
+        own: card types on which nothing but its tenant's limits hold it back.
+        """
+        if not self._keeps_order:
+            return
+        state, scene, claim = self._state, self._scene, job.claim
+        settings = state.policy.for_class(claim.job_class)
         if settings.queue.discipline == "strict":
             for card_type in types:
                 if card_type in own:

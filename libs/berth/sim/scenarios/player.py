@@ -15,6 +15,7 @@ from berth.contracts.events import (
     JobExtendRequested,
     JobPlaced,
     JobRerunRequested,
+    JobSubmitted,
     PolicyActivated,
     PolicyRejected,
     RollbackRequested,
@@ -538,12 +539,13 @@ class Stage:
                 self.platform.bus.tell(fact, seen.id, service="node_agent", tenant=seen.spec.tenant)
 
     def _do_deliver_twice(self, submission: str) -> None:
+        """The second delivery has an envelope of its own: only what it is about tells that it is the same."""
         job_id = self.names.get(submission) or self.answers[submission].job
-        event = next(
-            e for e in self.platform.bus.log if type(e.data).__name__ == "JobSubmitted" and e.subject == job_id
-        )
-        self.platform.bus.publish(event.model_copy(update={"id": f"{event.id}.again"}))
-        self.entries.append(Entry("duplicate_ignored", self.platform.clock.now, job=job_id))
+        handed_in = (e for e in self.platform.bus.log if isinstance(e.data, JobSubmitted) and e.subject == job_id)
+        event = next(handed_in, None)
+        if event is not None:  # while the bus is away there is nothing to deliver yet
+            self.platform.bus.publish(event.model_copy(update={"id": f"{event.id}.again{len(self.entries)}"}))
+            self.entries.append(Entry("duplicate_ignored", self.platform.clock.now, job=job_id))
 
     # ----------------------------------------------------------------------------------------------------- services
     def _do_load(
