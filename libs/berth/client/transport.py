@@ -106,7 +106,8 @@ class Transport:
         raise AssertionError("the last try returns or raises")
 
     def text(self, path: str, *, params: Params | None = None) -> Iterator[str]:
-        """An answer as text, as it comes. A followed log goes on where it was when the connection broke.
+        """An answer as text, as it comes. A log too long for one answer is asked for to its end; a followed one goes on
+        where it was when the connection broke.
 
         Raises:
             Unreachable, Refused, ServerFault.
@@ -128,7 +129,10 @@ class Transport:
                         position += len(chunk.encode())
                         asked["offset"] = position
                         yield chunk
-                    return
+                    if response.headers.get("Berth-Is-Cut") != "true":
+                        return
+                    asked["offset"] = int(response.headers["Berth-Next-Offset"])
+                    continue
             except (httpx.TransportError, ServerFault) as error:
                 failures += 1
                 if not (begun and asked.get("follow")) or failures >= PATIENT_TRIES:

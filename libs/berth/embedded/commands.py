@@ -129,18 +129,19 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
         services = {name: {"ready": ok, "pid": state.processes.get(name)} for name, (ok, _) in ready.items()}
         print(json.dumps({**asdict(state), "home": str(layout.home), "services": services}))
         return
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("service", "pid", "ready", "restarts", "log", title=f"Berth {state.state} at {state.url}")
+    table = Table("service", "pid", "ready", "restarts", title=f"Berth {state.state} at {state.url}")
     for name, (ok, why) in ready.items():
         table.add_row(
             name,
             str(state.processes.get(name, "")),
-            "[green]yes[/]" if ok else f"[red]no[/]: {why[:60]}",
+            "[green]yes[/]" if ok else f"[red]no[/]: {escape(why)}",
             str(state.restarts.get(name, 0)),
-            str(layout.log_file(name)),
         )
     Console().print(table)
+    print(f"logs  {layout.log_file('SERVICE')}")
 
 
 def demo(

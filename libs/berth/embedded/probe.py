@@ -40,7 +40,17 @@ async def readiness(layout: Layout, service: str) -> tuple[bool, str]:
     except (OSError, TimeoutError):
         return False, "does not answer"
     head, _, body = answer.partition(b"\r\n\r\n")
-    return head.split(b" ", 2)[1:2] == [b"200"], body.decode(errors="replace").strip()
+    return head.split(b" ", 2)[1:2] == [b"200"], _waits_for(body)
+
+
+def _waits_for(body: bytes) -> str:
+    """The checks of an answer of `/readyz` that do not hold, in words; what it says where it is no such answer."""
+    text = body.decode(errors="replace").strip()
+    try:
+        checks = json.loads(text)["checks"]
+        return ", ".join(f"{name}: {check['reason']}" for name, check in checks.items() if not check["ok"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return text
 
 
 async def _wait(layout: Layout, service: str, deadline: float) -> None:

@@ -51,6 +51,7 @@ router = APIRouter(tags=["jobs"])
 MAX_PAGE: Final = 1000
 MAX_KEY_CHARS: Final = 200
 LOG_CHUNK_BYTES: Final = 262_144
+LOG_CHUNKS: Final = 64  # of one answer; it is held in memory
 LOG_POLL_SECONDS: Final = 0.25
 LOG_SECONDS: Final = 3.0
 
@@ -410,8 +411,8 @@ def read_model(model: Any, value: object) -> Any:
     "/v1/jobs/{job}/logs",
     summary="What a worker has written",
     description=(
-        "Plain text. With follow, goes on until the worker has ended. `Berth-Offset` is where the text begins, "
-        "`Berth-Next-Offset` (of an answer without follow) where to go on."
+        "Plain text. With follow, goes on until the worker has ended. `Berth-Offset` is where the text begins. Of an "
+        "answer without follow, `Berth-Next-Offset` is where to go on, and `Berth-Is-Cut` is true where there is more."
     ),
     responses={
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Output, as text"},
@@ -446,7 +447,11 @@ async def logs(
     if not follow:
         parts = [first.text]
         answer = first
-        while not answer.is_over and answer.text and len(parts) < 64:
+        is_cut = False
+        while not answer.is_over and answer.text:
+            is_cut = len(parts) >= LOG_CHUNKS
+            if is_cut:
+                break
             more = await source.read(answer.next_offset)
             if more is None or not more.text:
                 break
@@ -454,6 +459,7 @@ async def logs(
             parts.append(more.text)
         headers["Berth-Next-Offset"] = str(answer.next_offset)
         headers["Berth-Is-Over"] = "true" if answer.is_over else "false"
+        headers["Berth-Is-Cut"] = "true" if is_cut else "false"
         return Response("".join(parts).encode(), 200, headers, "text/plain; charset=utf-8")
     open_stream(deps)
     return StreamingResponse(_follow(deps, source, first), 200, headers, "text/plain; charset=utf-8")

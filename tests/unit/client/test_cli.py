@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from berth.contracts.requests import LogAnswer, QuotaAnswer, QuotaLine
+from services.gateway.api.jobs import LOG_CHUNKS
 from tests.unit.client.conftest import Cli, Platform
 from tests.unit.gateway.fakes import waiting
 
@@ -132,6 +133,26 @@ def test_logs_are_printed_and_followed(berth: Cli, platform: Platform) -> None:
     assert berth("logs", "-f", job).out == "loss 0.5\n"
     assert berth("logs", job, "--json").json["text"] == "loss 0.5\n"
     assert json.loads(berth("logs", "-f", job, "--json").out) == {"text": "loss 0.5\n"}
+
+
+def test_a_log_longer_than_one_answer_is_printed_to_its_end(berth: Cli, platform: Platform) -> None:
+    job = submitted(berth)
+    platform.world.store.progress(
+        job,
+        state="running",
+        attempt=1,
+        phase=2,
+        attempts=[{"attempt": 1, "fence": 1, "assignments": [{"worker": 0, "node": "n1", "gpus": ["G0"]}]}],
+    )
+    lines = [f"line {number}\n" for number in range(LOG_CHUNKS + 10)]
+
+    def read(question: dict[str, int]) -> LogAnswer:
+        number = question["offset"]
+        return LogAnswer(is_known=True, text=lines[number], next_offset=number + 1, is_over=number == len(lines) - 1)
+
+    platform.world.bus.answers["berth.req.default.node.n1.logs"] = read
+    assert berth("logs", job).out == "".join(lines)
+    assert berth("logs", job, "--json").json["text"] == "".join(lines)
 
 
 def test_events_are_printed_in_order(berth: Cli, platform: Platform) -> None:

@@ -395,17 +395,20 @@ def logs(
     params = {"worker": worker, "attempt": attempt, "offset": -tail if tail else 0, "follow": follow}
     with connect() as api:
         if as_json and not follow:
-            response = api.send("GET", f"{job_path(job, api)}/logs", params=params)
-            print_json(
-                {
-                    "attempt": int(response.headers.get("Berth-Attempt", 0)),
-                    "worker": worker,
-                    "next_offset": int(response.headers.get("Berth-Next-Offset", 0)),
-                    "text": response.text,
-                }
-            )
+            print_json({**_whole_log(api, job, params), "worker": worker})
             return
         _print_log(api, job, params, as_json=as_json)
+
+
+def _whole_log(api: Transport, job: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    path, asked, text = f"{job_path(job, api)}/logs", dict(params), ""
+    while True:
+        response = api.send("GET", path, params=asked)
+        text += response.text
+        following = int(response.headers.get("Berth-Next-Offset", 0))
+        if response.headers.get("Berth-Is-Cut") != "true":
+            return {"attempt": int(response.headers.get("Berth-Attempt", 0)), "next_offset": following, "text": text}
+        asked["offset"] = following
 
 
 def _print_log(api: Transport, job: str, params: Mapping[str, Any], *, as_json: bool) -> None:
