@@ -163,7 +163,7 @@ async def test_missing_stream_is_waited_for(nats: NatsPlatform) -> None:
     await jsapi.call(admin, f"STREAM.DELETE.{EVENTS}")
     publisher = Publisher(await nats.connect("lifecycle"))
 
-    few, many = await publisher.publish(events(3), 0.2), await publisher.publish(events(30), 0.2)
+    few, many = await publisher.publish(events(3), 1.0), await publisher.publish(events(30), 1.0)
     assert all(isinstance(result.error, NoStream) for result in [*few, *many])
 
     waiting = asyncio.create_task(publisher.publish(events(30), 10))

@@ -11,7 +11,7 @@ import pytest
 
 from berth.bus import Connection, Outgoing, Publisher, Puller
 from berth.bus.permissions import PROVISIONER
-from berth.bus.provision import EVENTS, berth_topology, provision
+from berth.bus.provision import EVENTS, berth_topology, ensure_service_consumer, provision
 from berth.embedded.nats import NatsServer, NatsServerError, find_nats_server, generate_credentials
 
 
@@ -50,11 +50,10 @@ async def test_data_and_address_survive_a_graceful_stop(tmp_path: Path) -> None:
 
     async with NatsServer(tmp_path) as again:
         assert again.url == url
-        async with (
-            Connection(again.settings("audit")) as bus,
-            Puller(bus, EVENTS, "audit") as puller,
-        ):
-            assert [message.subject for message in await puller.next(5)] == ["berth.evt.default.job.j1.running"]
+        async with Connection(again.settings("audit")) as bus:
+            await ensure_service_consumer(bus, "audit", [])  # consumers live in memory: each service makes its own anew
+            async with Puller(bus, EVENTS, "audit") as puller:
+                assert [message.subject for message in await puller.next(5)] == ["berth.evt.default.job.j1.running"]
 
 
 async def test_detached_server_is_found_and_stopped_by_a_later_starter(tmp_path: Path) -> None:
