@@ -48,8 +48,10 @@ def up(
         typer.Option(help="Nodes: name=8xH100-80G:nvswitch,... for simulated cards, or nvml for this machine's own."),
     ] = "",
     port: Annotated[int, typer.Option(help="Port of the API; 0 keeps the last one or takes a free one.")] = 0,
-    pool: Annotated[str, typer.Option(help="Name of the pool.")] = "default",
-    policy: Annotated[Path | None, typer.Option(help="First policy document of a new platform.")] = None,
+    pool: Annotated[str, typer.Option(help="Name of the pool.", envvar="BERTH_POOL")] = "default",
+    policy: Annotated[
+        Path | None, typer.Option(help="First policy document of a new platform.", envvar="BERTH_POLICY_FILE")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start the embedded platform: NATS, PostgreSQL, all services and a fleet. Data are kept between starts."""
@@ -62,6 +64,7 @@ def up(
         raise typer.Exit(EXIT_USAGE) from None
     if policy is not None:
         _check_policy(policy)
+    _check_surroundings(layout)
     if is_supervised(layout):
         state = wait_for(layout, {"running", "failed", "stopped"}, UP_SECONDS)
         _tell_running(layout, state, as_json=as_json, is_new=False)
@@ -75,6 +78,21 @@ def up(
     _tell_running(layout, state, as_json=as_json, is_new=True)
     if state.state != "running":
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_surroundings(layout: Layout) -> None:
+    """Refuse variables that no service would start with, and a data directory that cannot be made."""
+    from berth.runtime.settings import environment_faults
+
+    faults = environment_faults()
+    try:
+        layout.home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        faults.append(f"{layout.home}: cannot be made ({error.strerror}); choose another with --home or BERTH_HOME")
+    for fault in faults:
+        console.print(f"refused: {fault}", markup=False)
+    if faults:
+        raise typer.Exit(EXIT_USAGE)
 
 
 def _check_policy(file: Path) -> None:

@@ -190,6 +190,21 @@ def load_settings(settings_type: type[S], **overrides: Any) -> S:
     return settings
 
 
+def environment_faults() -> list[str]:
+    """What any service would refuse in this environment; what is only missing is no fault here.
+
+    For who starts the services: one that leaves at once because of a misspelt variable is found in its log otherwise.
+    """
+    faults = {*_unknown_variables(BerthSettings, os.environ)}
+    given = {name.upper() for name in os.environ}
+    for _, settings_type in all_settings_types():
+        try:
+            load_settings(settings_type)
+        except SettingsError as error:
+            faults.update(fault for fault in error.faults if re.split("[ :]", fault)[0].upper() in given)
+    return sorted(faults)
+
+
 def load_settings_or_exit(settings_type: type[S], **overrides: Any) -> S:
     """As `load_settings`, but says the faults on standard error and leaves with exit code 78."""
     try:

@@ -12,6 +12,7 @@ from berth.runtime.settings import (
     BerthSettings,
     LogLevel,
     SettingsError,
+    environment_faults,
     load_settings,
     load_settings_or_exit,
     settings_table,
@@ -175,3 +176,13 @@ def test_the_table_can_be_printed() -> None:
     ).stdout
 
     assert printed.count("`BERTH_POOL`") == 1
+
+
+def test_whoever_starts_the_services_is_told_what_they_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment_faults() == []
+
+    monkeypatch.setenv("BERTH_FOO", "1")
+    monkeypatch.setenv("BERTH_HTTP_PORT", "many")
+    monkeypatch.setenv("BERTH_URL", "http://elsewhere")
+
+    assert [fault.split(":")[0] for fault in environment_faults()] == ["BERTH_FOO", "BERTH_HTTP_PORT"]
