@@ -21,6 +21,10 @@ _quoted = lru_cache(maxsize=1024)(quote)
 """A pool has few tenants, and quoting a name costs more than all other headers together."""
 
 
+_TRACE_ID = slice(3, 35)
+"""Where the trace id stands in a traceparent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """One message ready for the outbox."""
@@ -106,15 +110,18 @@ class EmissionEncoder:
         spans: dict[str, str | None],
         batch: BatchSpan,
     ) -> str | None:
-        """Context for this emission: a child of its cause (or of the job's own trace, for timers), linked to the batch.
+        """Context for this emission: a child of its cause, linked to the batch.
 
-        A cause that leads to several emissions has one span.
+        Where the cause is a timer, or belongs to another trace (another job's end made room for this one), it is a child
+        of the job's own first span: a job stays in the trace it began with. A cause that leads to several emissions has
+        one span.
         """
-        cause = causes.get(emission.cause)
-        parent = cause[0] if cause is not None else emission.trace
+        cause = causes.get(emission.cause, (None, None))[0]
+        is_own = cause is not None and (not emission.trace or cause[_TRACE_ID] == emission.trace[_TRACE_ID])
+        parent = cause if is_own else emission.trace
         if not parent:
             return None
-        key = emission.cause if cause is not None else f"timer {emission.entity}"
+        key = emission.cause if is_own else f"{emission.correlation}'s own"
         if key not in spans:
             spans[key] = event_span(
                 f"{self._service} {name}", parent, batch, job_id=emission.correlation, tenant=emission.tenant
