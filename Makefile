@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test demo up down status bench schemas clean
+.PHONY: help setup check format test demo up down status bench mutants schemas clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ status: $(STAMP) ## say what runs
 
 bench: $(STAMP) ## print the figures of bench/RESULTS.md, one JSON line each
 	@$(BIN)/python -m bench
+
+mutants: $(STAMP) ## break each rule on purpose and see that a test notices (long)
+	@$(BIN)/python -m tests.mutants
 
 schemas: $(STAMP) ## write the JSON Schemas of all messages and of the policy document anew
 	@$(BIN)/python -m tests.contract.freeze
