@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any, NewType
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 JobId = NewType("JobId", str)
 NodeName = NewType("NodeName", str)
@@ -107,5 +107,3 @@ def _no_control(value: str) -> str:
 
 DisplayName = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_no_control)]
 """A name in any script, as people write it; never part of a subject or a metric label."""
-
-Encoded = PlainSerializer(lambda v: v, when_used="json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
@@ -110,6 +109,3 @@ def read_event(message: Message) -> Envelope[Any]:
     if event.service not in type(event.data).OWNERS:
         raise PoisonMessage(f"{event.type} is not for {event.service} to send")
     return event
-
-
-HandlerFactory = Callable[[], CoreHandler[C]]

@@ -402,11 +402,11 @@ class EventService(Generic[H]):
                 if not messages:
                     raise
                 self._handler = await self._loaded()
-                await self._one_by_one(messages, calls, error)
+                await self._one_by_one(messages, calls)
                 return
             self._handler = await self._loaded()
 
-    async def _one_by_one(self, messages: list[Message], calls: list[_Call[H]], error: Exception) -> None:
+    async def _one_by_one(self, messages: list[Message], calls: list[_Call[H]]) -> None:
         """Find the message that makes the decision code raise, and park it."""
         for index, message in enumerate(messages):
             last = index == len(messages) - 1

@@ -17,7 +17,7 @@ from berth.embedded.layout import Layout
 from berth.embedded.nats import NatsServer
 from berth.embedded.postgres import PostgresServer
 from berth.embedded.supervisor import PlatformSettings, PlatformState, read_state
-from berth.testing.servers import memory_dir
+from berth.testing.places import memory_dir
 
 POLICY = Path(__file__).resolve().parents[3] / "policies" / "default.yaml"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import pytest
 from berth.embedded.postgres import PostgresServer
 from berth.store.database import Database, StoreSettings
 from berth.store.migrate import ROLE_PREFIX, SERVICES, migrate_all
+from berth.testing.places import memory_dir
 
 __all__ = ["PostgresPlatform", "postgres", "postgres_server", "store"]
 
@@ -45,15 +45,6 @@ class PostgresPlatform:
         """How `service` reaches its schema, as its own role."""
         dsn = self.server.dsn(self.database, user=ROLE_PREFIX + service, password=PASSWORD)
         return StoreSettings(dsn=dsn, schema=service, application_name=f"test-{service}")
-
-
-def memory_dir() -> Path | None:
-    """A folder in memory, where there is one with room for a server."""
-    shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK):
-        return None
-    room = os.statvfs(shared)
-    return shared if room.f_bavail * room.f_frsize > 1_000_000_000 else None
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from berth.bus.errors import NoStream
 from berth.bus.permissions import PROVISIONER, SERVICE_PUBLISH
 from berth.bus.provision import COMMANDS, EVENTS, berth_topology, ensure_node_consumers, provision
 from berth.embedded.nats import NatsConfig, NatsServer
+from berth.testing.places import memory_dir
 
 __all__ = ["NatsPlatform", "nats", "nats_server"]
 
@@ -45,15 +45,6 @@ class NatsPlatform:
         """Make the command consumers of `nodes`."""
         async with Connection(self.server.settings(PROVISIONER)) as admin:
             await ensure_node_consumers(admin, POOL, nodes)
-
-
-def memory_dir() -> Path | None:
-    """A folder in memory, where there is one with room for a server."""
-    shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK):
-        return None
-    room = os.statvfs(shared)
-    return shared if room.f_bavail * room.f_frsize > 1_000_000_000 else None
 
 
 async def provision_anew(server: NatsServer, filters: Mapping[str, Sequence[str]] = EVERYTHING) -> None:
